@@ -115,8 +115,8 @@ def tiny_config(model_type: str, **settings: Any) -> PreTrainedConfig:
     return cls(text_config=tiny.to_dict())
 
 
-def table() -> str:
-    """The table as deployments/README.md should have it."""
+def table(*, with_marks: bool = True) -> str:
+    """The table as deployments/README.md should have it, or one that makes no model."""
     rows: dict[str, list[str]] = {"served": [], "their text part is served": []}
     num_others = 0
     for name in sorted(CONFIG_MAPPING):
@@ -129,7 +129,7 @@ def table() -> str:
             rows["served"].append(f"{name}°*")
         elif (reason := refusal(part := text_part(whole), rolls_back=part.model_type in HYBRIDS)) is None:
             if part is whole:
-                rows["served"].append(name + "".join(marks_of(name)))
+                rows["served"].append(name + "".join(marks_of(name) if with_marks else ()))
             else:
                 rows["their text part is served"].append(name)
         elif name in CausalLM.loaded_by._model_mapping._model_mapping or name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:

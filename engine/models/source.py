@@ -123,9 +123,10 @@ class ModelSource:
             model_type = "ministral"
         whole = read_configuration(self.path, self.settings | {"model_type": model_type})
         configuration = text_part(whole)
-        if configuration.tie_word_embeddings != whole.tie_word_embeddings:  # the defaults differ, so the files tell
-            configuration.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
         self.is_text_part = configuration is not whole
+        if self.is_text_part and configuration.tie_word_embeddings != whole.tie_word_embeddings:
+            # The defaults differ, so the files tell.
+            configuration.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
 

@@ -1,13 +1,11 @@
 """Bugs of other servers with hybrids and speculation, by their numbers, on a tiny Qwen3-Next."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
 
 from engine import SamplingParams
-from engine.sampling.grammar import from_regex
 from tests.engine.test_zoo import expected, make_llm, outputs, save_family
 
 COUNT = 12
@@ -58,13 +56,3 @@ def test_sixteen_requests_at_once(path):
     drafted, accepted = llm.stats.num_draft_tokens, llm.stats.num_accepted_tokens
     check(llm, path, prompts)
     assert llm.stats.num_accepted_tokens - accepted > 0.8 * (llm.stats.num_draft_tokens - drafted) > COUNT
-
-
-def test_a_grammar_holds_with_drafts(path):
-    """sglang#36537: with speculation, constrained texts break their grammar, as calls of tools do."""
-    params = replace(PARAMS, grammar=from_regex("(t[1-4][0-9]){8}"), max_tokens=20, ignore_eos=False)
-    plain, copying = (make_llm(path, drafting=drafting) for drafting in ("none", "suffix"))
-    texts = [outputs(llm, [A, A], params)[0] for llm in (plain, copying, copying)]
-    assert texts[0] == texts[1] == texts[2]
-    assert [len(text) for text in texts[0]] == [8, 8]
-    assert copying.stats.num_accepted_tokens > 0

@@ -48,8 +48,8 @@ def save_family(name, path, seed=0):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     sharpen(module)
     module.save_pretrained(path)
-    words = WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(path)
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
 
 
 def make_llm(path, **settings):

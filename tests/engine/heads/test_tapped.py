@@ -22,41 +22,6 @@ NAMES = """
     apertus arcee bitnet cohere deepseek_v2 ernie4_5 gemma glm glm4 gpt_oss granite granitemoe hy_v3 minicpm3 minimax_m2
     ministral3 mistral mixtral nanochat olmo olmo2 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
     solar_open starcoder2 vaultgemma youtu"""
-    "apertus",
-    "arcee",
-    "bitnet",
-    "cohere",
-    "deepseek_v2",
-    "ernie4_5",
-    "gemma",
-    "glm",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "granitemoe",
-    "hy_v3",
-    "minicpm3",
-    "minimax_m2",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "nanochat",
-    "olmo",
-    "olmo2",
-    "olmoe",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "solar_open",
-    "starcoder2",
-    "vaultgemma",
-    "youtu",
-]
 
 
 class NotingHead(torch.nn.Module):

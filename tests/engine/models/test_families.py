@@ -22,11 +22,10 @@ REASONS = {
     "doge": "whose layers make masks of their own",
     "gemma4_unified": None,
     "gemma4_unified_assistant": "a draft that reads its target's keys and values",
-    "glm_moe_dsa": "with indexed_attention layers, which choose tokens by keys that are not cached",
+    "hy_v4": "with indexed_attention layers, which choose tokens by keys that are not cached",
     "granitemoehybrid": None,
     "llava": None,
     "mamba2": "whose layers keep a state that cannot be rolled back",
-    "musicgen": "an encoder-decoder",
     "paligemma": "use_bidirectional_attention",
     "qwen2_5_vl": "whose text part has no causal language model of its own",
     "siglip": "but one for image classification",
@@ -53,9 +52,11 @@ def test_a_model_is_served_or_refused_by_a_sentence(name, tmp_path):
 @pytest.mark.slow
 def test_the_table_names_every_architecture_of_transformers():
     """`python -m tests.families` mends it. With other versions it only shows that no name ends in a traceback."""
-    generated, (written, names) = table(), listed()
+    written, names = listed()
+    is_same_version = transformers.__version__ in written
+    generated = table(with_marks=is_same_version)
     assert len(names) > 90
-    assert generated == written or transformers.__version__ not in written
+    assert generated == written or not is_same_version
 
 
 def test_names_that_are_refused_are_names_of_transformers():
@@ -65,6 +66,8 @@ def test_names_that_are_refused_are_names_of_transformers():
 
 @pytest.mark.parametrize(("name", "kinds"), [("qwen3_next", 2), ("gemma3_text", 2), ("nemotron_h", 4), ("lfm3", 3)])
 def test_a_tiny_model_has_every_kind_of_layer_of_its_family(name, kinds):
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     config = tiny_config(name)
     assert len(set(config.layer_types)) == kinds
     assert config.num_hidden_layers == len(config.layer_types) <= 6

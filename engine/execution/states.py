@@ -88,7 +88,7 @@ class RowPlan:
     def parent(self, token: int) -> int:
         """Return the token before a token in its context, as an index into the row; -1 is the last one before it."""
         node = token - self.num_committed
-        if node < 0 or self.parents is None:
+        if node < 0 or self.parents is None or token >= self.length:
             return token - 1
         return self.num_committed + self.parents[node] if self.parents[node] >= 0 else self.num_committed - 1
 

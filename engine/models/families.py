@@ -51,7 +51,7 @@ def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig
         raise ModelError(f"cannot read a model configuration from {path}: {known}{hint}")
     try:
         configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(settings)
-    except (ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
     return configuration
 

@@ -7,6 +7,7 @@ What a checkpoint leaves as floats stays so: `weights.fill` reads it, as it does
 import logging
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,11 @@ from engine.errors import ModelError
 from engine.models.layers.packed_formats import FORMATS, PackedFormat, saved_format, unpacked
 from engine.models.layers.quantization import QuantizedLinear
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames, assign, mapped_tensors, part_of_rank, read, upload_to
+from engine.models.weights import FileNames, assign, mapped_tensors, read, upload_to, window_of
 
 logger = logging.getLogger(__name__)
 
-_PACKED = (torch.int32, torch.int8, torch.uint8, torch.float8_e4m3fn)
+_PACKED = (torch.uint8, torch.int32, torch.int8, torch.float8_e4m3fn)
 MakeLayer = Callable[[nn.Linear, Tensor, Tensor, Tensor | None, Tensor | None], QuantizedLinear]
 """Makes a layer of a rank's values, scales, bias and zeros, in the place of another."""
 
@@ -35,7 +36,7 @@ def load_packed(
     Raises:
         ModelError: it does not, or a layer does not fit the model or the ranks.
     """
-    saved, settings = str(saved_format(source.configuration)), source.settings["quantization_config"]
+    saved, settings = str(saved_format(source.configuration)), source.configuration.quantization_config
     stored, modules = dict(mapped_tensors(source)), dict(module.named_modules())
     parameters: dict[str, Tensor] = module.state_dict(keep_vars=True)
     layers: dict[str, tuple[str, PackedFormat]] = {}
@@ -53,6 +54,7 @@ def load_packed(
             if world_size > 1 or saved in ("awq", "gptq"):
                 raise ModelError(f"{source.path}: {key} is of no layout of {saved} that is served")
             return None
+    head = module.get_output_embeddings()  # type: ignore[operator]
     num_parts, pending = Counter(layers.values()), dict[str, dict[str, Tensor]]()
     floats: dict[str, Tensor] = {}
     dtypes = {key: stored[key].dtype for key in layers}
@@ -65,23 +67,20 @@ def load_packed(
         whole = unpacked(f"{source.path}: {layer}", form, pending.pop(layer), settings)
         path = (name := names.parameter(f"{layer}.weight")).removesuffix(".weight")
         part, linear = names.part(f"{layer}.weight", parameters[name]), modules.get(path)
-        is_packed = isinstance(whole, QuantizedLinear)
-        shape = (whole.out_features, whole.in_features) if is_packed else whole.shape
-        if part_of_rank(torch.empty(shape, device="meta"), part, rank, world_size).shape != part.shape:
-            raise ModelError(f"{source.path}: {layer} has the shape {[*shape]}, not {[*part.shape]}")
-        bias, head = getattr(linear, "bias", None), module.get_output_embeddings()  # type: ignore[operator]
-        has_place = isinstance(linear, nn.Linear) and linear is not head and (bias is None or "bias" in parts)
-        if is_packed and has_place:
-            tensors = (whole.values, whole.scales, None if bias is None else parts["bias"].to(dtype), whole.zeros)
-            own = [None if one is None else _own(layer, one, part, whole, rank, world_size) for one in tensors]
-            module.set_submodule(path, make(linear, *own))
-            continue
+        own = partial(_own, f"{source.path}: {layer}", part, rank, world_size)
+        if isinstance(whole, QuantizedLinear):
+            if isinstance(linear, nn.Linear) and linear is not head and (linear.bias is None or "bias" in parts):
+                bias = None if linear.bias is None else own(parts["bias"].to(dtype).unsqueeze(1)).flatten()
+                zeros = None if whole.zeros is None else own(whole.zeros, whole.in_features)
+                tensors = (own(whole.values, whole.in_features), own(whole.scales, whole.in_features), bias, zeros)
+                module.set_submodule(path, make(linear, *tensors))
+                continue
+            whole = whole.weight_as(torch.float32)
         if name not in floats:
             tied = [other for other, tensor in parameters.items() if tensor is parameters[name]]
             floats |= dict.fromkeys(tied, torch.empty_like(parameters[name], device=device))
             assign(module, tied, floats[name])
-        weight = whole.weight_as(torch.float32) if is_packed else whole
-        names.part(f"{layer}.weight", floats[name]).copy_(part_of_rank(weight, part, rank, world_size))
+        names.part(f"{layer}.weight", floats[name]).copy_(own(whole, whole.shape[1]))
     if floats:
         message = "%s: no product of ours reads %d of the packed weights, which become floats: %s"
         logger.info(message, source.path, len(floats), ", ".join(sorted(floats)[:3]))
@@ -90,16 +89,17 @@ def load_packed(
 
 def _is_stored(stored: dict[str, Tensor], layer: str, form: PackedFormat) -> bool:
     weight = stored.get(f"{layer}.{form.weight}")
-    is_packed = weight is not None and weight.dtype in _PACKED and weight.dtype != torch.uint8
-    return is_packed and f"{layer}.{form.scales}" in stored
+    return weight is not None and weight.dtype in _PACKED[1:] and f"{layer}.{form.scales}" in stored
 
 
-def _own(layer: str, tensor: Tensor, part: Tensor, whole: QuantizedLinear, rank: int, world_size: int) -> Tensor:
-    """Return a rank's part of a whole layer's tensor, [out] or [out, any number that belongs to the inputs]."""
-    if tensor.dim() == 1:
-        return part_of_rank(tensor, part[:, 0], rank, world_size)
-    columns, rest = divmod(tensor.shape[1] * part.shape[1], whole.in_features)
+def _own(name: str, part: Tensor, rank: int, world_size: int, tensor: Tensor, num_inputs: int = 1) -> Tensor:
+    """Return a rank's part of a layer's [out, n], each of whose columns belongs to equally many inputs, or to all."""
+    columns, rest = divmod(tensor.shape[1] * part.shape[1], num_inputs)
     if rest and tensor.shape[1] > 1:
-        group = whole.in_features // tensor.shape[1]
-        raise ModelError(f"{layer} has {part.shape[1]} inputs on a rank, not a multiple of its groups of {group}")
-    return part_of_rank(tensor, part.new_empty(len(part), columns or 1), rank, world_size).contiguous()
+        group = num_inputs // tensor.shape[1]
+        raise ModelError(f"{name} has {part.shape[1]} inputs on a rank, not a multiple of its groups of {group}")
+    shape = torch.Size([len(part), 1 if tensor.shape[1] == 1 else columns])
+    own = tensor[window_of(tensor.shape, shape, rank, world_size)]
+    if own.shape != shape:
+        raise ModelError(f"{name} has {[*tensor.shape]} numbers, not {[*shape]} on each of {world_size} ranks")
+    return own.contiguous()

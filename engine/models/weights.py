@@ -87,7 +87,7 @@ def fill(
     dtypes = {key: part.dtype for key, (_, part) in places.items()}
     stacks: dict[str, Tensor] = {}
     windows = read(
-        source, dtypes, device, lambda key, shape: _window(shape, places[key][1].shape, rank, world_size),
+        source, dtypes, device, lambda key, shape: window_of(shape, places[key][1].shape, rank, world_size),
         upload_to(device),
     )  # fmt: skip
     for key, whole, window in windows:
@@ -182,12 +182,7 @@ def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bo
     return not any(num_missing.values())
 
 
-def part_of_rank(whole: Tensor, part: Tensor, rank: int, world_size: int) -> Tensor:
-    """Return the part of a tensor that is a rank's, by the shape of its part; the whole if none has that shape."""
-    return whole[_window(whole.shape, part.shape, rank, world_size)]
-
-
-def _window(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
+def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
     """Return a rank's window of a tensor; the whole of it if there is none of that shape."""
     if len(whole) != len(part) or any(a not in (b, b * world_size) for a, b in zip(whole, part, strict=True)):
         return ()

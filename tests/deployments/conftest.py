@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from starlette.types import ASGIApp
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deployments.config import AppConfig, ingress_config
 from deployments.guard.middleware import SafeHeaders
@@ -18,6 +18,7 @@ from engine.models.registry import open_model
 from engine.sampling.grammar import Grammars
 from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
 from tests.deployments.templates import TEMPLATE, save_tokenizer, tokenizer_of
+from tests.deployments.thinking import save_thinking
 
 
 @pytest.fixture(scope="session")
@@ -88,3 +89,12 @@ async def client(config: AppConfig, routers: LocalRouters) -> AsyncIterator[http
 @pytest.fixture
 def sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
     return make_sdk(client)
+
+
+@pytest.fixture
+async def thinking(rig: Rig, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    save_thinking(tmp_path)
+    rig.engine._tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # which knows the token that ends thoughts
+    config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
+    async with make_client(await make_app(config, LocalRouters(rig))) as client:
+        yield client

@@ -23,6 +23,13 @@ RESPONSES: dict[str, Any] = {
         "content": {"content": "text"},
     },
 }
+ONE = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+"""A schema of short answers."""
 BIAS = {"258": 19.0}
 """So that the token that ends thoughts comes once in a while."""
 

@@ -67,6 +67,7 @@ def make_engine(
         drafter: a function of its configuration; None is none, or that of a method that runs in the target.
     """
     defaults = {"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, "speculation": "fixed"}
+    defaults["num_states"] = 100
     config = EngineConfig(**(defaults | settings))
     method = METHODS.get(config.drafting, METHODS["none"])
     verifier = ModelVerifier(model, config, grammars, method.make_in_target)

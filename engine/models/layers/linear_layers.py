@@ -4,6 +4,7 @@ transformers' layers call functions of their module by name, with the keywords o
 by ones that ask the context if it is among the keywords, and else call the original.
 """
 
+import contextlib
 import functools
 import inspect
 import math
@@ -67,14 +68,19 @@ def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[
         attention.kv_layer = index  # type: ignore[assignment]
     embeddings: Any = module.get_input_embeddings()  # type: ignore[operator]
     token = embeddings.weight.new_zeros(1, 1, config.get_text_config().hidden_size)
+    has_matrices = [kind != "conv" for kind in kinds if kind in WITH_STATE]
     shapes, chunks = [], [1]
     for index, mixer in enumerate(mixers):
         _replace_functions(type(mixer).__module__)
         mixer.state_layer = index  # type: ignore[assignment]
         mixer.register_forward_pre_hook(_name_state, with_kwargs=True)
         probe = _Probe()
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.suppress(TypeError):  # it may take no such keyword
             mixer(token, paged=probe)
+        if not probe.sizes[0] or (has_matrices[index] and not probe.matrices):
+            raise ModelError(
+                f"{type(mixer).__name__} in this version of transformers hands no keywords to its functions"
+            )
         shapes.append(StateShape(*probe.sizes, *probe.matrices))
         chunks.append(probe.chunk)
     return shapes, math.lcm(*chunks)
@@ -104,14 +110,22 @@ class _Probe:
         return recurrence.output(inputs[0].new_zeros(len(inputs[0]), *self.matrices[:3]).float(), inputs)
 
 
+def _context(keywords: dict[str, Any]) -> tuple[StateContext, int] | None:
+    """Return the context of a pass and the layer's index in it; None in a model that is not prepared."""
+    if "state_layer" not in keywords:
+        return None
+    if "paged" not in keywords:
+        raise ModelError("its layers do not pass keyword arguments on to their linear layers")
+    return keywords["paged"], keywords["state_layer"]
+
+
 def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
     def convolve(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **keywords: Any
     ) -> Any:
-        context: StateContext | None = keywords.get("paged")
-        if context is None:
+        if (found := _context(keywords)) is None:
             return original(x, weight, bias, activation=activation, **keywords)
-        outputs = context.convolve(keywords["state_layer"], x[0].transpose(0, 1), weight, bias)
+        outputs = found[0].convolve(found[1], x[0].transpose(0, 1), weight, bias)
         outputs = outputs if activation is None else ACT2FN[activation](outputs)
         return outputs.transpose(0, 1).unsqueeze(0)
 
@@ -120,25 +134,23 @@ def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gated_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
     def rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **keywords: Any) -> Any:
-        context: StateContext | None = keywords.get("paged")
-        if context is None:
+        if (found := _context(keywords)) is None:
             return original(query, key, value, g=g, beta=beta, **keywords)
         assert keywords["use_qk_l2norm_in_kernel"]
         inputs = [tensor[0] for tensor in (query, key, value, g, beta)]
-        return context.recur(keywords["state_layer"], GatedDelta(original), inputs).unsqueeze(0), None
+        return found[0].recur(found[1], GatedDelta(original), inputs).unsqueeze(0), None
 
     return rule
 
 
 def _mamba2_scan(original: Callable[..., Any]) -> Callable[..., Any]:
     def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **keywords: Any) -> Any:
-        context: StateContext | None = keywords.get("paged")
-        if context is None:
+        if (found := _context(keywords)) is None:
             return original(x, dt, a, b, c, **keywords)
         assert keywords["dt_softplus"]
         sizes = keywords["chunk_size"], a, keywords["D"], keywords["dt_bias"], keywords["dt_limit"]
         inputs = [tensor[0] for tensor in (x, dt, b, c)]
-        return context.recur(keywords["state_layer"], Mamba2(original, *sizes), inputs).unsqueeze(0)
+        return found[0].recur(found[1], Mamba2(original, *sizes), inputs).unsqueeze(0)
 
     return scan
 

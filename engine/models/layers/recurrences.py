@@ -46,7 +46,8 @@ class GatedDelta:
     def output(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Return the outputs of tokens; see `Recurrence.output`."""
         query = _unit_vectors(inputs[0], state.shape[1]) * inputs[0].shape[-1] ** -0.5
-        return (state * query.unsqueeze(-1)).sum(-2).to(inputs[0].dtype)
+        output: Tensor = (state * query.unsqueeze(-1)).sum(-2)
+        return output.to(inputs[0].dtype)
 
     def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the outputs of many tokens, and the state after them; see `Recurrence.scan`."""

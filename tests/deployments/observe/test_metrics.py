@@ -11,6 +11,8 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.observe.metrics import IngressMetrics, ReplicaMetrics, RouterMetrics, exposition
+from engine.blocks.state_slots import StateSlots
+from engine.config import EngineConfig
 from tests.deployments.fakes import Rig, generation, rounds_of
 
 HISTOGRAMS = [
@@ -177,6 +179,17 @@ async def test_replicas_keep_their_samples_apart() -> None:
         )
         assert samples[name]["vllm:e2e_request_latency_seconds_count", ""] == 1
         await rigs[name].loop.stop()
+
+
+async def test_a_target_with_linear_layers_tells_how_many_state_slots_are_in_use() -> None:
+    rig, name = Rig(), "paceline:state_slot_usage_perc"
+    assert name not in exposition([ReplicaMetrics("a", rig.metrics.collect())], "tiny").decode()
+    rig.engine.scheduler.states = StateSlots(EngineConfig(num_states=4), 8)
+    rig.engine.add("held", [1, 2, 3], generation().params)
+    await rig.engine.step()
+    text = exposition([ReplicaMetrics("a", rig.metrics.collect())], "tiny").decode()
+    assert values(text, replica="a")[name, ""] == 1 / 4
+    await rig.loop.stop()
 
 
 def test_a_family_has_one_header_whatever_the_number_of_replicas() -> None:

@@ -35,11 +35,27 @@ def test_an_earlier_answer_becomes_a_chat_message() -> None:
     assert conversation(ITEMS.validate_python([answer])) == expected
 
 
-def test_earlier_thoughts_are_ignored() -> None:
+def test_earlier_thoughts_belong_to_the_answer_after_them() -> None:
     thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "x"}
-    user = {"role": "user", "content": "a", "provider_specific_fields": {}}
-    expected = MESSAGES.validate_python([{"role": "user", "content": "a"}])
-    assert conversation(ITEMS.validate_python([user, thoughts])) == expected
+    shown = {**thoughts, "content": [{"type": "reasoning_text", "text": text} for text in "hm"]}
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    items = [
+        {**user, "provider_specific_fields": {}},
+        thoughts,
+        answer,
+        shown,
+        call("1"),
+        call("2"),
+        shown,
+        user,
+        answer,
+    ]
+    calls = {"role": "assistant", "reasoning_content": "hm", "tool_calls": [chat_call("1"), chat_call("2")]}
+    expected = MESSAGES.validate_python([user, answer, calls, user, answer])
+    assert conversation(ITEMS.validate_python(items)) == expected
+    assert conversation(ITEMS.validate_python([shown, answer])) == MESSAGES.validate_python(
+        [{**answer, "reasoning_content": "hm"}]
+    )
     with pytest.raises(RequestError, match="nothing but earlier thoughts") as caught:
         ResponsesRequest.model_validate({"input": [thoughts]}).to_chat()
     assert caught.value.param == "input"

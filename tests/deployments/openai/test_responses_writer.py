@@ -15,6 +15,7 @@ from engine.errors import TargetError
 from tests.deployments.conftest import client_of, make_sdk
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.templates import HERMES
+from tests.deployments.thinking import BIAS, ONE
 
 OPTIONS: Any = {"model": "tiny", "temperature": 0, "max_output_tokens": 8, "extra_body": {"ignore_eos": True}}
 
@@ -176,6 +177,38 @@ async def test_text_and_calls_are_items_in_their_order(
         assert (mine[0].type, mine[-1].type) == ("response.output_item.added", "response.output_item.done")
         assert {event.item_id for event in mine if hasattr(event, "item_id")} == {item.id}
     assert last.response.output_text == whole.output_text
+
+
+async def test_thoughts_are_an_item_of_their_own(thinking: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = ResponsesRequest.to_chat
+    monkeypatch.setattr(
+        ResponsesRequest, "to_chat", lambda request: make(request).model_copy(update={"logit_bias": BIAS})
+    )
+    options: Any = {"model": "tiny", "input": "x", "extra_body": {"seed": 1}, "top_logprobs": 0}
+    options["text"] = {"format": {"type": "json_schema", "name": "one", "schema": ONE}}
+    options["include"] = ["message.output_text.logprobs"]
+    sdk = make_sdk(thinking)
+    whole: Any = await sdk.responses.create(**options)
+    thoughts, message = whole.output
+    assert (thoughts.type, message.type) == ("reasoning", "message")
+    said = thoughts.content[0].text
+    assert said
+    assert json.loads(message.content[0].text).keys() == {"a"}
+    # A token is a byte, and one ends the thoughts.
+    assert whole.usage.output_tokens_details.reasoning_tokens == len(said) + 1
+    assert whole.usage.output_tokens == len(said) + 1 + len(message.content[0].text) + 1
+    shown = "".join(entry.token for entry in message.content[0].logprobs)
+    assert shown.removesuffix("</s>") == message.content[0].text
+    events: list[Any] = [event async for event in await sdk.responses.create(**options, stream=True)]
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == said
+    types = [event.type.removeprefix("response.") for event in events]
+    begun, ended = types.index("reasoning_text.delta"), types.index("reasoning_text.done")
+    assert types[begun - 2 : begun] == ["output_item.added", "content_part.added"]
+    assert set(types[begun:ended]) == {"reasoning_text.delta"}
+    after = ["content_part.done", "output_item.done", "output_item.added", "content_part.added", "output_text.delta"]
+    assert types[ended + 1 : ended + 6] == after
+    assert [item.content[0].text for item in events[-1].response.output] == [said, message.content[0].text]
+    assert events[ended].text == events[ended + 1].part.text == events[ended + 2].item.content[0].text == said
 
 
 async def test_log_probabilities_come_with_the_text(calling: openai.AsyncOpenAI) -> None:

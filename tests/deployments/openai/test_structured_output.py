@@ -3,23 +3,20 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from deployments.config import AppConfig
 from deployments.openai.structured_output import Thoughts
 from engine.params import SamplingParams
 from engine.sampling.grammar import Grammars
-from tests.deployments.conftest import make_app, make_client, make_sdk
-from tests.deployments.fakes import LocalRouters, Rig
+from tests.deployments.conftest import make_sdk
+from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import error_of, text_of
-from tests.deployments.thinking import BIAS, save_thinking
+from tests.deployments.thinking import BIAS, ONE
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.grammars import GRAMMARS, matches
 from tests.engine.running import drafters, make_engine, run
@@ -175,32 +172,34 @@ def test_thoughts_are_free_and_the_answer_matches_whatever_is_drafted(way: str, 
     assert num_answers
 
 
-@pytest.mark.parametrize(
-    ("state", "kinds"),
-    [({}, {True}), ({"enable_thinking": False}, {False}), ({"enable_thinking": True}, {True, False})],
-)
-async def test_an_answer_matches_after_thoughts(rig: Rig, tmp_path: Path, state: Any, kinds: set[bool]) -> None:
-    save_thinking(tmp_path)
-    config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
-    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+ASKED: Any = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "one", "schema": ONE}}},
+    {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": ONE}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
+]
+
+
+@pytest.mark.parametrize(("thinks", "kinds"), [(None, {True}), (False, {False}), (True, {True, False})])
+async def test_an_answer_matches_after_thoughts(
+    thinking: httpx.AsyncClient, thinks: bool | None, kinds: set[bool]
+) -> None:
+    """The prompt has begun them, or ended them, or the model decides."""
+    state = {} if thinks is None else {"chat_template_kwargs": {"enable_thinking": thinks}}
     seen = set()
-    rig.engine._tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # which knows the token that ends thoughts
-    async with make_client(await make_app(config, LocalRouters(rig))) as client:
-        for seed in range(4):
-            body = {"messages": MESSAGES, "seed": seed, "max_tokens": 300, "logit_bias": BIAS, "temperature": 1}
-            body["chat_template_kwargs"] = state
-            schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-            for fields in (
-                {"response_format": schema},
-                {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
-            ):
-                message = (await client.post("/v1/chat/completions", json=body | fields)).json()["choices"][0][
-                    "message"
-                ]
-                answer = message["tool_calls"][0]["function"]["arguments"] if "tools" in fields else message["content"]
-                jsonschema.validate(json.loads(answer), SCHEMA)
-                seen.add(bool(message.get("reasoning_content")))
-            if not state:
-                free = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
-                assert free["reasoning_content"] == message["reasoning_content"]
+    for seed in range(4):
+        body = {"messages": MESSAGES, "seed": seed, "logit_bias": BIAS, "temperature": 1, **state}
+        for fields in ASKED:
+            choice = (await thinking.post("/v1/chat/completions", json=body | fields)).json()["choices"][0]
+            message = choice["message"]
+            calls = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+            (answer,) = calls if "tools" in fields else [message["content"]]
+            jsonschema.validate(json.loads(answer), ONE)
+            seen.add("reasoning_content" in message)
+            if thinks is None and "tools" not in fields:
+                free = {**body, "max_tokens": len(message["reasoning_content"]) + 1}
+                said = (await thinking.post("/v1/chat/completions", json=free)).json()["choices"][0]["message"]
+                assert said["reasoning_content"] == message["reasoning_content"]
     assert seen == kinds

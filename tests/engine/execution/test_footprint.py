@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, BambaConfig, Gemma3nTextConfig, LlamaConfig, T5Config
 
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.footprint import footprint, of_weights, with_head
@@ -13,6 +13,7 @@ from engine.heads.registry import load_target
 from engine.models.registry import open_model
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.heads.files import head_settings, head_tensors, save_head
+from tests.engine.test_hybrids import BAMBA, CHUNK
 from tests.engine.tiny import T5_SIZES, backend_of, save
 
 
@@ -99,6 +100,18 @@ def test_an_encoder_decoder_is_counted_whole_and_has_a_mask_for_each_head(tmp_pa
         for heads in (2, 4)
     )
     assert many.workspace_bytes - few.workspace_bytes == 2 * 2 * 1024 * 2048 * 4
+
+
+def test_slots_take_what_the_cache_allocates_and_a_pass_has_one_chunk_more(tmp_path, monkeypatch):
+    path, settings = save(BambaConfig(**BAMBA), tmp_path), {"num_speculative_tokens": 3}
+    planned = measure(path, max_num_batched_tokens=100, **settings)
+    kv = backend_of(path).allocate_kv(3, 16, num_states=5, depth=3)
+    slots = [tensor for layer in kv.linear.layers for tensor in (layer.inputs, layer.matrices, *layer.updates)]
+    assert planned.state_bytes == sum(tensor.nbytes for tensor in slots) // 5
+    assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
+    monkeypatch.setattr("engine.execution.footprint.planned_states", lambda _: ([], 0))
+    stateless = measure(path, max_num_batched_tokens=100 + CHUNK, **settings)
+    assert (stateless.state_bytes, stateless.workspace_bytes) == (0, planned.workspace_bytes)
 
 
 def test_an_fp8_cache_takes_a_byte_for_each_number(target_path):

@@ -22,7 +22,7 @@ REASONS = {
     "doge": "whose layers make masks of their own",
     "gemma4_unified": None,
     "gemma4_unified_assistant": "a draft that reads its target's keys and values",
-    "hy_v4": "with indexed_attention layers, which choose tokens by keys that are not cached",
+    "hy_v4": "layers",
     "granitemoehybrid": None,
     "llava": None,
     "mamba2": "whose layers keep a state that cannot be rolled back",

@@ -14,6 +14,7 @@ from cluster.workers.actors import DraftWorker, TargetWorker
 from engine import LLM
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, EngineConfig, ModelConfig
 from engine.errors import ModelError, ModelMismatchError
+from engine.execution.memory import CacheSize
 from engine.models.registry import open_model
 from engine.models.source import check_same_vocabulary
 from tests.engine.tiny import SIZES
@@ -166,9 +167,9 @@ def test_a_worker_reads_each_file_once(role, pair, opened):
     config = target if role == "target" else draft
     worker.survey(config, 1)
     if role == "target":
-        worker.load(config, 64, None, 1.0)
+        worker.load(config, CacheSize(64, 4), None, 1.0)
     else:
-        worker.load(config, target, 64, run_ahead=False)
+        worker.load(config, target, CacheSize(64, 4), run_ahead=False)
     files = [f"{path}/{name}" for path in pair for name in FILES]
     expected = {file: int(file.startswith(config.path) or role == "draft") for file in files}
     # A grammar loads it; a draft compares it with the target's.

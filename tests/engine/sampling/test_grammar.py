@@ -10,7 +10,7 @@ from engine.errors import ModelError, RequestError
 from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.sampling import grammar as grammar_module
-from engine.sampling.grammar import Grammars, from_json_schema, from_regex, from_text
+from engine.sampling.grammar import Grammars, from_json_schema, from_regex, from_text, literal
 from engine.sampling.logits import forbid
 from tests.engine.conftest import VOCAB
 from tests.engine.grammars import GRAMMARS, SCHEMA
@@ -157,6 +157,24 @@ def test_nothing_is_kept_of_requests_that_ended(target, make_grammars, requests)
     assert not ours._matchers
     assert not theirs._matchers
     assert len(ours._compiled) <= grammar_module.NUM_COMPILED
+
+
+@pytest.mark.parametrize(("text", "are_tokens"), [("a[x]b", False), ("a[x]b", True), ("<tag>b[x]", True)])
+def test_a_text_that_could_be_special_tokens_is_what_the_grammar_says(tmp_path, text, are_tokens):
+    """Where one text must follow, the mask must not force a token that the matcher refuses."""
+    tokenizer = json_tokenizer()
+    tokenizer.add_tokens(["<tag>"])
+    tokenizer.add_tokens(["[x]"], special_tokens=True)
+    ids = {tag: tokenizer.convert_tokens_to_ids(tag) for tag in ("<tag>", "[x]")}
+    grammars = Grammars(saved(tokenizer, tmp_path), vocab_size=len(tokenizer), eos_token_ids=[END])
+    matcher = grammars.matcher("a", f"start: {literal(text, ids if are_tokens else None)}")
+    output = []
+    while END not in output and len(output) < 9:
+        (mask,) = matcher.masks(output, [[]])
+        output.append(next(token for token in range(len(tokenizer)) if mask[token // 8] >> token % 8 & 1))
+    assert matcher._follows
+    assert tokenizer.decode(output, skip_special_tokens=False) == f"{text}</s>"
+    assert {tag for tag in ids if ids[tag] in output} == {tag for tag in ids if tag in text and are_tokens}
 
 
 def test_the_bundled_pair_writes_json():

@@ -1,6 +1,7 @@
 """Linear layers: a flat pass over rows of several contexts computes what transformers computes for each."""
 
-import copy
+import functools
+import sys
 from functools import partial
 
 import pytest
@@ -34,9 +35,19 @@ def path(request, tmp_path_factory):
     return save(config_of(request.param), tmp_path_factory.mktemp("model"), factor=2.0)
 
 
+def loaded(path):
+    """The model's backend; in older versions of transformers, not every layer hands its keywords on."""
+    try:
+        return backend_of(path)
+    except ModelError as error:
+        if "hands no keywords" not in str(error) or transformers.__version__ >= "5.23":
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
 def backend(path):
-    return backend_of(path)
+    return loaded(path)
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +96,6 @@ def test_a_flat_pass_computes_what_transformers_computes_of_each_context(backend
 
 
 @torch.inference_mode()
-def test_the_replaced_functions_are_transformers_own_without_a_context(backend, reference):
-    """Both modules call the functions of one modelling module; `reference` has no hooks."""
-    module = copy.deepcopy(backend.model.module)
-    module.set_attn_implementation("eager")
-    tokens = torch.tensor([CONTEXTS[0]])
-    expected = reference(tokens, use_cache=False).logits
-    assert torch.allclose(module(tokens, use_cache=False).logits, expected, atol=1e-5)
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_first_layers_have_the_states_and_keys_of_these_layers(count, backend, path):
     whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -134,7 +135,7 @@ def test_planned_states_are_those_of_the_loaded_model(backend):
     ],
 )
 def test_states_have_the_sizes_of_the_layers(name, shape, chunk, kv_layers, tmp_path):
-    backend = backend_of(save(config_of(name), tmp_path))
+    backend = loaded(save(config_of(name), tmp_path))
     assert {*backend.model.state_shapes} == {shape}
     assert backend.info.state_chunk == chunk
     assert backend.model.kv_shape.layers == kv_layers
@@ -146,6 +147,32 @@ def test_a_model_whose_layers_are_not_those_of_its_configuration_is_refused():
     config.layer_types = ["conv"] * 4
     with pytest.raises(ModelError, match=r"has 2 linear layers and 2 with attention.* names 4 and 0"):
         prepare_linear_layers(module, config)
+
+
+def test_layers_that_hand_no_keywords_to_their_functions_are_refused(monkeypatch):
+    """Older versions of transformers have such layers, and later ones may call other functions."""
+    config = config_of("Qwen3Next")
+    module = AutoModelForCausalLM.from_config(config)
+    mixer = type(module.model.layers[0].linear_attn)
+    for forward in (lambda self, x: x, lambda self, x, **keywords: x, _convolves_only):
+        with monkeypatch.context() as patched:
+            functools.update_wrapper(forward, mixer.forward)
+            patched.setattr(mixer, "forward", forward)
+            with pytest.raises(ModelError, match="hands no keywords to its functions"):
+                prepare_linear_layers(module, config)
+
+
+def _convolves_only(self, x, **keywords):
+    causal_conv1d_fn = vars(sys.modules[type(self).__module__])["causal_conv1d_fn"]
+    causal_conv1d_fn(self.in_proj_qkvz(x).transpose(1, 2)[:, :80], self.conv1d.weight.squeeze(1), **keywords)
+    return x
+
+
+@torch.inference_mode()
+def test_a_pass_whose_context_does_not_arrive_is_refused(backend):
+    mixer = next(child for child in backend.model.module.modules() if hasattr(child, "state_layer"))
+    with pytest.raises(ModelError, match="do not pass keyword arguments on to their linear layers"):
+        mixer(torch.zeros(1, 2, SIZES["hidden_size"]))
 
 
 @torch.inference_mode()

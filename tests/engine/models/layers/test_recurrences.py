@@ -24,7 +24,9 @@ def make_mamba2(limits=(0.2, 0.7)):
     return Mamba2(nemotron.mamba2_chunk_scan, CHUNK, *parameters, limits)
 
 
-DELTA = [numbers(TOKENS, 2, 8), numbers(TOKENS, 2, 8, seed=1), numbers(TOKENS, HEADS, 6)]
+KEY_HEADS = 2 if "num_k_heads" in qwen.torch_chunk_gated_delta_rule.__wrapped__.__code__.co_varnames else HEADS
+"""Older versions of transformers repeat keys before they call the function."""
+DELTA = [numbers(TOKENS, KEY_HEADS, 8), numbers(TOKENS, KEY_HEADS, 8, seed=1), numbers(TOKENS, HEADS, 6)]
 BETA = numbers(TOKENS, HEADS).sigmoid()
 CASES = {
     "per head": (
@@ -33,7 +35,12 @@ CASES = {
     ),
     "per channel": (
         GatedDelta(kimi.chunk_kimi_delta_attention),
-        [*(x.repeat_interleave(2, 1) for x in DELTA[:2]), DELTA[2], -numbers(TOKENS, HEADS, 8).exp(), BETA],
+        [
+            *(x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in DELTA[:2]),
+            DELTA[2],
+            -numbers(TOKENS, HEADS, 8).exp(),
+            BETA,
+        ],
     ),
     "Mamba 2": (
         make_mamba2(),

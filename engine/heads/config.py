@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.models.source import ModelSource, read_configuration
+from engine.models.families import read_configuration
+from engine.models.source import ModelSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -33,6 +33,8 @@ class EncoderDecoder(ModelKind):
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Check that a model names the token that its texts start with, and is not quantised."""
+        if not configuration.is_encoder_decoder:
+            raise ModelError(f"{config.path} is {configuration.model_type}, of which {self.name} is only a part")
         if self.start_id(configuration.to_dict(), generation_settings) is None:
             raise ModelError(f"{config.path} is {self.name}, but names no decoder_start_token_id")
         if config.quantization != "none" or getattr(configuration, "quantization_config", None) is not None:

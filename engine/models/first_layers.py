@@ -10,9 +10,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
+from engine.models.families import keep_layers
 from engine.models.layers.experts import num_packed_weights
 from engine.models.layers.linear_layers import WITH_STATE, layer_kinds
-from engine.models.source import ModelSource, keep_layers
+from engine.models.source import ModelSource
 
 
 def check_self_draft(config: EngineConfig, target: ModelSource) -> None:

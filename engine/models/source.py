@@ -8,7 +8,6 @@ import copy
 import filecmp
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
+from engine.models.families import keep_layers, read_configuration, refusal, text_part
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 """How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
@@ -31,8 +31,6 @@ HUB_FILES: Mapping[str, Any] = {
     "ignore_patterns": ["*/*", "consolidated*"],
 }
 """The files of a model on the hub that are read. Others, as the same weights in another format, need not be there."""
-
-
 NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
 """What a digest reads of a file of weights: all of it, if it has at most 4 MiB."""
 
@@ -50,29 +48,8 @@ class ModelKind:
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
-        from transformers import AutoModelForCausalLM
-
-        from engine.models.layers.linear_layers import WITH_STATE, WITHOUT_KV
-
-        description = f"{config.path} is {configuration.model_type}"
-        if configuration.is_encoder_decoder:
-            raise ModelError(f"{description}, an encoder-decoder of a family that is not served")
-        text = configuration.get_text_config()
-        layer_types = set(getattr(text, "layer_types", None) or [])
-        served = {"full_attention", "sliding_attention", "chunked_attention"}
-        if self.draft_refusals:
-            served |= WITH_STATE | WITHOUT_KV
-        if unsupported := ", ".join(sorted(layer_types - served)):
-            raise ModelError(f"{description} with {unsupported} layers, whose state cannot roll back")
-        if others := ", ".join(sorted((text.per_layer_attributes or set()) - {"head_dim", "num_key_value_heads"})):
-            raise ModelError(f"{description}, whose layers differ in their {others}")
-        if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-            raise ModelError(f"{description} with use_bidirectional_attention, so it writes no text token by token")
-        if type(configuration) not in AutoModelForCausalLM._model_mapping:
-            raise ModelError(f"{description}, which has no causal language model in transformers")
-        architecture = AutoModelForCausalLM._model_mapping[type(configuration)]
-        if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
-            raise ModelError(f"{description}, whose attention cannot be replaced in transformers")
+        if (reason := refusal(configuration, rolls_back=bool(self.draft_refusals))) is not None:
+            raise ModelError(f"{config.path} is {reason}")
 
     def context_length(self, configuration: Any) -> int:
         """Return how many tokens a request may have, prompt and text together."""
@@ -135,7 +112,8 @@ class ModelSource:
     @cached_property
     def kind(self) -> ModelKind:
         """How models of this `model_type` are served."""
-        return self._kinds.get(self.settings.get("model_type", ""), ModelKind)()
+        names = [part.get("model_type", "") for part in (self.settings, self.settings.get("text_config") or {})]
+        return next((self._kinds[name] for name in names if name in self._kinds), ModelKind)()
 
     @cached_property
     def configuration(self) -> "PreTrainedConfig":
@@ -144,24 +122,15 @@ class ModelSource:
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
         whole = read_configuration(self.path, self.settings | {"model_type": model_type})
-        configuration: PreTrainedConfig = self._text_part(whole)
+        configuration = text_part(whole)
         self.is_text_part = configuration is not whole
+        if self.is_text_part and configuration.tie_word_embeddings != whole.tie_word_embeddings:
+            # The defaults differ, so the files tell.
+            configuration.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
+        if (quantization := getattr(whole, "quantization_config", None)) is not None:
+            configuration.quantization_config = quantization
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
-
-    def _text_part(self, whole: Any) -> Any:
-        """Return the configuration of what writes the text of a model for images too, if that is a model by itself."""
-        if whole.is_encoder_decoder or (text := whole.get_text_config()) is whole:
-            return whole
-        from engine.models.causal_lm import CausalLM
-
-        if type(text) not in CausalLM.loaded_by._model_mapping:
-            return whole
-        if (settings := getattr(whole, "quantization_config", None)) is not None:
-            text.quantization_config = settings
-        if text.tie_word_embeddings != whole.tie_word_embeddings:  # the defaults differ, so the files tell
-            text.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
-        return text
 
     @cached_property
     def loaded_configuration(self) -> "PreTrainedConfig":
@@ -274,28 +243,6 @@ class ModelSource:
         if not isinstance(content, dict):
             raise ModelError(f"cannot read a model configuration from {self.path}: {name} holds no object")
         return content
-
-
-def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
-    """Change a configuration to that of a model with the first `count` layers."""
-    text = configuration.get_text_config()
-    if shared := getattr(text, "num_kv_shared_layers", None):
-        text.num_kv_shared_layers = max(0, count - (text.num_hidden_layers - shared))
-    text.num_hidden_layers = count
-    if text.num_hidden_layers != count:  # some count the kinds of their layers
-        text.layer_types = text.layer_types[:count]
-
-
-def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
-    """Return the configuration of these settings; raise ModelError if they cannot be read."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
-
-    try:
-        configuration: PreTrainedConfig = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
-    return configuration
 
 
 def _special_float(value: dict[str, Any]) -> Any:

@@ -12,11 +12,16 @@ from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.heads.tapped import with_head
 from engine.models.layers.layer_attention import KVShape
-from tests.engine.test_zoo import ENCODER_DECODERS, SERVED, config_of
+from tests.engine.test_zoo import ENCODER_DECODERS
 from tests.engine.tiny import T5_SIZES, model_of, save
+from tests.families import tiny_config
 
 TOKENS = torch.randint(2, 64, (19,), generator=torch.Generator().manual_seed(5)).tolist()
-FAST = ("Llama", "Gemma2", "DeepseekV3")
+FAST = ("llama", "gemma2", "deepseek_v3")
+NAMES = """
+    apertus arcee bitnet cohere deepseek_v2 ernie4_5 gemma glm glm4 gpt_oss granite granitemoe hy_v3 minicpm3 minimax_m2
+    ministral3 mistral mixtral nanochat olmo olmo2 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss
+    solar_open starcoder2 vaultgemma youtu"""
 
 
 class NotingHead(torch.nn.Module):
@@ -39,12 +44,12 @@ class NotingHead(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SERVED]
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in (*FAST, *NAMES.split())]
 )
 @torch.inference_mode()
 def test_taps_are_the_hidden_states_of_transformers(name, tmp_path):
     """In two chunks; the last layer's output is the one before the final norm, which transformers does not return."""
-    save(config_of(name, SERVED[name]), tmp_path, factor=2.0)
+    save(tiny_config(name), tmp_path, factor=2.0)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
     base, normed = reference.base_model, []
     *_, norm = (child for child in base.children() if "norm" in type(child).__name__.lower())

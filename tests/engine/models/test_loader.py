@@ -89,16 +89,12 @@ def test_a_rank_loads_its_own_slices_and_a_single_rank_the_whole_model(target_pa
 
 
 UNSERVED = {
-    "an encoder-decoder": ("T5Config", {}, "encoder-decoder"),
-    "a recurrent model": ("MambaConfig", {}, "cannot roll back"),
-    "indexed attention": ("DeepseekV32Config", {}, "layers, whose state cannot roll back"),
     "layers that differ in more than heads": (
         "LlamaConfig",
         {"per_layer_config": {1: {"intermediate_size": 32}}},
         "differ in their intermediate_size",
     ),
     "attention to later tokens": ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "no text token by token"),
-    "biased attention": ("BloomConfig", {"n_head": 4}, "attention cannot be replaced"),
 }
 
 

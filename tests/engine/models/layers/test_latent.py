@@ -19,7 +19,7 @@ from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.quantization import QuantizedLinear
 from engine.params import SamplingParams
 from tests.engine.running import chains, make_engine, run
-from tests.engine.test_zoo import greedy
+from tests.engine.test_zoo import expected
 from tests.engine.tiny import EXPERTS, LATENT, SIZES, backend_of, model_of, save, source_of
 from tests.fakes import TreeDrafter
 
@@ -94,8 +94,8 @@ def test_a_long_chunk_behind_cached_tokens_computes_the_same(deepseek):
 
 
 def test_texts_are_transformers_own_with_chains_and_trees(deepseek):
-    module = AutoModelForCausalLM.from_pretrained(deepseek, dtype=torch.float32, attn_implementation="eager").eval()
-    texts = {str(i): greedy(module, TEXT[i : 20 + i], 12) for i in range(2)}
+    written = expected(deepseek, [TEXT[i : 20 + i] for i in range(2)], 12)[0]
+    texts = {str(i): text for i, text in enumerate(written)}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     requests = [(TEXT[i : 20 + i], params) for i in range(2)]
     backend = backend_of(deepseek)

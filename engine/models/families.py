@@ -1,0 +1,132 @@
+"""Families: reads configurations, and tells which architectures of transformers are served and why others are not.
+
+Rules decide: the task that transformers has an architecture for, its kinds of layers, and whether its attention can be
+replaced. Names are for what no rule sees. `python -m tests.families` writes the table in deployments/README.md.
+"""
+
+import functools
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+KINDS: Mapping[str, str] = {
+    "compressed_sparse_attention": "which attend to summaries of tokens, which cannot roll back",
+    "heavily_compressed_attention": "which attend to summaries of tokens, which cannot roll back",
+    "indexed_attention": "which choose tokens by keys that are not cached",
+    "minimax_m3_sparse": "which choose tokens by keys that are not cached",
+}
+"""Why kinds of layers are not served."""
+REFUSED: Mapping[str, str] = {
+    "diffllama": "whose layers attend twice",
+    "doge": "whose layers make masks of their own",
+    "gemma4_assistant": "a draft that reads its target's keys and values",
+    "gemma4_unified_assistant": "a draft that reads its target's keys and values",
+    "hrm_text": "whose layers run several times for a token",
+    "jetmoe": "whose attention is a mixture of experts",
+    "mimo_v2_flash": "whose layers differ in their heads, each with numbers of its own",
+    "nemotron": "whose layers do not pass keyword arguments on to their attention",
+    "stablelm": "whose layers do not pass keyword arguments on to their attention",
+    "moshi": "which reads and writes audio",
+}
+"""Why families are not served, by `model_type`, where no rule tells."""
+_TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+"""The tasks, as transformers names them, of models that write text, and of models with a part that does."""
+
+
+def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
+    """Return the configuration of these settings; raise ModelError if they cannot be read."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    if (model_type := settings.get("model_type")) not in CONFIG_MAPPING:
+        hint = "; the code of a repository (auto_map) is never run" if "auto_map" in settings else ""
+        known = f"transformers {transformers.__version__} has no model_type {model_type!r}"
+        raise ModelError(f"cannot read a model configuration from {path}: {known}{hint}")
+    try:
+        configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(settings)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
+    return configuration
+
+
+def text_part(whole: Any) -> Any:
+    """Return the configuration of what writes the text of a model for images or audio, if that is a model by itself."""
+    from engine.models.causal_lm import CausalLM
+
+    is_listed = any(whole.model_type in _tasks().get(task, {}) for task in _TEXT_TASKS)
+    if whole.is_encoder_decoder or whole.model_type in REFUSED or not is_listed:
+        return whole
+    text = whole.get_text_config()
+    if text.is_encoder_decoder or type(text) not in CausalLM.loaded_by._model_mapping:
+        return whole
+    if (settings := getattr(whole, "quantization_config", None)) is not None:
+        text.quantization_config = settings
+    return text
+
+
+def refusal(configuration: Any, *, rolls_back: bool) -> str | None:
+    """Return why models with this configuration are not served, to be read after "it is"; None if they are.
+
+    Args:
+        rolls_back: whether the states of its linear layers, if it has any, can be rolled back.
+    """
+    from engine.models.causal_lm import CausalLM
+
+    model_type, architectures = configuration.model_type, CausalLM.loaded_by._model_mapping
+    if configuration.is_encoder_decoder:
+        return f"{model_type}, an encoder-decoder of a family that is not served; T5, mT5 and umT5 are"
+    if model_type in REFUSED:
+        return f"{model_type}, {REFUSED[model_type]}"
+    if type(configuration) not in architectures or configuration.sub_configs.keys() - {"attn_config", "ffn_config"}:
+        return f"{model_type}, {_task(model_type)}"
+    if hasattr(configuration, "is_decoder") and not hasattr(configuration, "rope_parameters"):
+        return f"{model_type}, an encoder, whose tokens attend to later ones"
+    layer_types = set(getattr(configuration, "layer_types", None) or [])
+    for kind in sorted(layer_types & KINDS.keys()):
+        return f"{model_type} with {kind} layers, {KINDS[kind]}"
+    architecture: Any = architectures[type(configuration)]
+    if not rolls_back and (layer_types - ATTENDING or architecture._is_stateful):
+        return f"{model_type}, whose layers keep a state that cannot be rolled back"
+    if others := (configuration.per_layer_attributes or set()) - {"head_dim", "num_key_value_heads"}:
+        return f"{model_type}, whose layers differ in their {', '.join(sorted(others))}"
+    if getattr(configuration, "use_bidirectional_attention", None) in (True, "all"):
+        return f"{model_type} with use_bidirectional_attention, so it writes no text token by token"
+    if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        return f"{model_type}, whose attention cannot be replaced in transformers"
+    return None
+
+
+def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
+    """Change a configuration to that of a model with the first `count` layers."""
+    text = configuration.get_text_config()
+    if shared := getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = max(0, count - (text.num_hidden_layers - shared))
+    text.num_hidden_layers = count
+    if text.num_hidden_layers != count:  # some count the kinds of their layers
+        text.layer_types = text.layer_types[:count]
+
+
+def _task(model_type: str) -> str:
+    """Return why an architecture is no causal language model: what else transformers has it for."""
+    tasks = [task for task, names in _tasks().items() if model_type in names and task != "PRETRAINING"]
+    if any(task in _TEXT_TASKS for task in tasks):
+        return "whose text part has no causal language model of its own in transformers"
+    name = tasks[0].replace("_", " ").lower().replace(" lm", " language modelling") if tasks else None
+    return f"which has no causal language model in transformers{f', but one for {name}' if name else ''}"
+
+
+@functools.cache
+def _tasks() -> Mapping[str, Mapping[str, str]]:
+    """Return the architectures by model type, by task, as MASKED_LM."""
+    from transformers.models.auto import modeling_auto
+
+    prefix, suffix = "MODEL_FOR_", "_MAPPING_NAMES"
+    names = (name for name in vars(modeling_auto) if name.startswith(prefix) and name.endswith(suffix))
+    return {name.removeprefix(prefix).removesuffix(suffix): getattr(modeling_auto, name) for name in names}

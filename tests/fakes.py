@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import ModelInfo
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Part, PassOutput
 from engine.execution.batch import ForwardBatch
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 from engine.models.layers.reducer import Reducer
 from engine.protocols import Draft, ProposeRow

@@ -26,8 +26,8 @@ from engine.models.source import ModelSource
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
 
 if TYPE_CHECKING:
-    from engine.execution.attention import KVTensors
     from engine.execution.backend import Backend
+    from engine.execution.kv_tensors import KVTensors
     from engine.sampling.grammar import Grammars
 
 logger = logging.getLogger(__name__)

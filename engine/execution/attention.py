@@ -1,117 +1,25 @@
 """Paged attention with tree masks.
 
-`KVTensors` holds the keys and values of every layer in blocks. A forward pass is a flat sequence of tokens in groups:
+A forward pass is a flat sequence of tokens in groups:
 one group of all short rows (decoding and drafts, padded to one length), and one per prefill chunk. Each group has its
 block tables and its mask.
 """
 
-import copy
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.execution.states import RowStates, StateTensors
-from engine.models.layers.layer_attention import AttentionParams, KVShape
+from engine.execution.kv_tensors import KVTensors, as_bytes, slots_of, stored, write_slots
+from engine.execution.states import RowStates
+from engine.models.layers.layer_attention import AttentionParams
 from engine.models.layers.layer_state import Recurrence
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
-"""Larger keys and values become this."""
 _MAX_PACKED = 32
 """In latent attention, all heads of rows of up to this many tokens are queries of one product; a mask of longer rows
 would take too much memory."""
-
-
-class KVTensors:
-    """Keys and values of all layers, each [num_blocks, block_size, kv_heads, key_dim or value_dim].
-
-    Layers of one size are in one tensor.
-
-    Attributes:
-        input_device: where batches and draws for this cache are made; a backend may copy them itself.
-        states: [num_blocks, block_size, state_size] one state of a head per token; None without a head.
-        linear: what linear layers keep of contexts; None without such layers.
-    """
-
-    linear: StateTensors | None = None
-
-    def __init__(
-        self,
-        shape: KVShape,
-        num_blocks: int,
-        block_size: int,
-        like: Tensor,
-        head_shape: KVShape | None = None,
-        states_like: Tensor | None = None,
-    ) -> None:
-        """Allocate zeros: a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
-
-        Args:
-            like: has the number format and the device of keys and values.
-            head_shape: the layers of a head, behind the model's own; None without a head.
-            states_like: [state_size] the format of a head's states.
-        """
-        self.block_size = block_size
-        self.input_device = like.device
-        blocks = (num_blocks, block_size)
-        self._stacked: list[Tensor] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self._sizes, head_sizes = shape.sizes, head_shape.sizes if head_shape else ()
-        for sizes in (self._sizes, head_sizes):
-            unused = {}
-            for one, count in Counter(sizes).items():
-                heads, *dims = one
-                stacks = [like.new_zeros((count, *blocks, heads, dim)) for dim in dims]
-                self._stacked += stacks
-                unused[one] = zip(*stacks, strict=True)
-            for one in sizes:
-                key, value = next(unused[one])
-                self.keys.append(key)
-                self.values.append(value)
-        self._num_own = 2 * len(set(self._sizes))
-        self.states = None if states_like is None else states_like.new_zeros((*blocks, *states_like.shape))
-        if self.states is not None:
-            self._stacked.append(self.states[None, :, :, None])
-
-    def first_layers(self, count: int, num_linear: int = 0) -> Self:
-        """Return the cache of the first layers, in the same memory; if these are all, with a head's states.
-
-        Args:
-            count: layers with keys and values.
-            num_linear: linear layers.
-        """
-        view = copy.copy(self)
-        view.linear = self.linear.first_layers(num_linear) if self.linear is not None and num_linear else None
-        if count < len(self.keys):
-            view.keys, view.values, view.states = self.keys[:count], self.values[:count], None
-            counts = [number for number in Counter(self._sizes[:count]).values() for _ in range(2)]
-            view._stacked = [caches[:number] for caches, number in zip(self._stacked, counts, strict=False)]
-        return view
-
-    @property
-    def of_head(self) -> list[Tensor]:
-        """A head's keys, values and states, [layers, num_blocks, block_size, heads, dim] each; empty without one."""
-        return self._stacked[self._num_own :]
-
-    def slot(self, block_ids: Sequence[int], place: int) -> int:
-        """Return the slot of a place in the context of a request with these blocks."""
-        block, offset = divmod(place, self.block_size)
-        return block_ids[block] * self.block_size + offset
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots `sources` to `targets` in all layers at once, to keep an accepted path of a tree."""
-        device = self._stacked[0].device
-        index = torch.tensor([sources, targets], dtype=torch.int64, pin_memory=device.type == "cuda")
-        index = index.to(device, non_blocking=True)
-        for caches in self._stacked:
-            slots = _as_bytes(caches).flatten(1, 2)
-            slots.index_copy_(1, index[1], slots.index_select(1, index[0]))
 
 
 @dataclass(slots=True)
@@ -230,13 +138,6 @@ def additive_mask(
     return torch.where(visible, 0.0, float("-inf")).to(dtype).unsqueeze(1)
 
 
-def slots_of(blocks: Tensor, places: Tensor, block_size: int) -> Tensor:
-    """Return the slots [rows, length] of places; 0 for padding and for places beyond the block tables."""
-    index = places // block_size
-    slots = blocks.gather(1, index.clamp(0, blocks.shape[1] - 1)) * block_size + places % block_size
-    return torch.where((places < 0) | (index >= blocks.shape[1]), 0, slots)
-
-
 @dataclass(slots=True)
 class PagedContext:
     """The context of eager passes: attends group by group with torch's operators."""
@@ -326,24 +227,6 @@ class PagedContext:
         return self.kv.states.view(-1, self.kv.states.shape[-1])
 
 
-def stored(kv: KVTensors, layer: int) -> tuple[Tensor, Tensor]:
-    """Return a layer's cached keys and values; they are the same if only keys are stored."""
-    keys, values = kv.keys[layer], kv.values[layer]
-    return keys, values if values.shape[-1] else keys
-
-
-def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:
-    """Write [kv_heads, tokens, head_dim] entries to the slots [tokens] of one layer's keys or values."""
-    if cache.dtype == FP8:
-        entries = entries.clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    _as_bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, _as_bytes(entries).transpose(0, 1))
-
-
-def _as_bytes(cache: Tensor) -> Tensor:
-    """Return fp8 numbers as bytes, because torch does not index them everywhere."""
-    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
-
-
 def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
     """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
     copies, block_size = query.shape[0] // keys.shape[2], keys.shape[1]
@@ -356,9 +239,7 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     else:
         mask = group.mask(params, copies, query, block_size)
     blocks = group.blocks.flatten()
-    key, value = (
-        _as_bytes(cache).index_select(0, blocks).view(cache.dtype).to(query.dtype) for cache in (keys, values)
-    )
+    key, value = (as_bytes(cache).index_select(0, blocks).view(cache.dtype).to(query.dtype) for cache in (keys, values))
     if is_shared:
         key, value = (one.expand(-1, -1, len(query), -1) for one in (key, value))
     return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)

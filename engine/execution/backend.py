@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.config import CompileProgress, ModelInfo
-from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardBatch
+from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM
 from engine.models.layers.reducer import Reducer
 from engine.sampling.noise import Draws

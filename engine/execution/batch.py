@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.blocks.block_table import block_table
-from engine.execution.attention import Group, KVTensors, PagedContext, slots_of
+from engine.execution.attention import Group, PagedContext
+from engine.execution.kv_tensors import KVTensors, slots_of
 from engine.execution.states import Carried, RowPlan, RowStates
 from engine.protocols import StateRow
 

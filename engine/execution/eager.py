@@ -7,9 +7,9 @@ from torch import Tensor
 
 from engine.config import CompileProgress
 from engine.errors import ModelError
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, ChainBatch, Part, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.kv_tensors import KVTensors
 from engine.execution.states import StateTensors
 from engine.models.causal_lm import CausalLM
 from engine.protocols import StateRow

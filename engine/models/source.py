@@ -127,8 +127,6 @@ class ModelSource:
         if self.is_text_part and configuration.tie_word_embeddings != whole.tie_word_embeddings:
             # The defaults differ, so the files tell.
             configuration.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
-        if (quantization := getattr(whole, "quantization_config", None)) is not None:
-            configuration.quantization_config = quantization
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
+from engine.execution.kv_tensors import KVTensors
 from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, matcher_of
 from engine.sampling.logits import Run, needs_shaping, plan_draws

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, Part, PassOutput
 from engine.execution.batch import ForwardBatch
+from engine.execution.kv_tensors import KVTensors
 from engine.execution.registry import WRAPPER
 from engine.sampling.noise import Draws
 from tests.bench.paced.roofline import PacedDevice, Pair, Work

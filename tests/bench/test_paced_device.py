@@ -7,9 +7,9 @@ import torch
 
 from engine.config import ModelInfo
 from engine.errors import ConfigError
-from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardRow, build
+from engine.execution.kv_tensors import KVTensors
 from engine.llm import LLM
 from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams

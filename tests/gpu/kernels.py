@@ -10,11 +10,12 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
-from engine.execution.attention import Group, KVTensors, additive_mask, attend_to_gathered
+from engine.execution.attention import Group, additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda import linear
 from engine.execution.cuda.kernels import grouped_product, product
 from engine.execution.cuda.kernels import triton_attention as paged_attention
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 from engine.sampling import noise
 from tests.gpu.passes import BLOCK_SIZE, median_seconds

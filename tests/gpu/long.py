@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import torch
 
-from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda.kernels import triton_attention
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 from tests.gpu.kernels import by_torch, dtype_of
 from tests.gpu.passes import BLOCK_SIZE

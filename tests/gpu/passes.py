@@ -11,10 +11,10 @@ import torch
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM
 from engine.params import SamplingParams
 from engine.protocols import ProposeRow, Request, run_in_process

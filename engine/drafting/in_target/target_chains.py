@@ -17,9 +17,9 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import Ranking
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, Part
 from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.kv_tensors import KVTensors
 from engine.protocols import NO_DRAFT, Draft, VerifyRow
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits import Run

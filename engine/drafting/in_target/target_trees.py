@@ -15,8 +15,8 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import TokenDrawer
 from engine.drafting.model.tree_drafter import TreeDrafter
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, Part
+from engine.execution.kv_tensors import KVTensors
 from engine.protocols import ProposeRow, VerifyRow
 from engine.sampling.grammar import Grammars
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from engine.blocks.block_table import BlockTable, block_table
 from engine.config import EngineConfig
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.kv_tensors import KVTensors
 from engine.protocols import ProposeRow, Request, StateRow
 
 MAX_TAIL = 8

@@ -12,9 +12,9 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import RankedRow, Ranking
-from engine.execution.attention import KVTensors
 from engine.execution.backend import ChainBatch
 from engine.execution.batch import ForwardBatch, block_tensor, next_tokens
+from engine.execution.kv_tensors import KVTensors
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, chain
 from engine.sampling import noise

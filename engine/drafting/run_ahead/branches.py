@@ -21,8 +21,9 @@ from engine.control.acceptance import ChainAcceptance
 from engine.drafting.model.draft_cache import CachedPrefix
 from engine.drafting.model.next_tokens import Confidence, NextTokens, Ranking, joined
 from engine.drafting.model.token_drawer import Chain, Drawn, extend
-from engine.execution.attention import Group, KVTensors, PagedContext
+from engine.execution.attention import Group, PagedContext
 from engine.execution.batch import ForwardBatch, block_tensor
+from engine.execution.kv_tensors import KVTensors
 from engine.protocols import Request
 
 Verdict = tuple[int, int]

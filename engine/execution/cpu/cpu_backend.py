@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from engine.config import CompileProgress
-from engine.execution.attention import KVTensors
 from engine.execution.backend import Part, PassOutput
 from engine.execution.batch import ForwardBatch, build
 from engine.execution.cpu.compilation import packages
@@ -27,6 +26,7 @@ from engine.execution.cpu.compilation.compiled_forward import (
 from engine.execution.cpu.host import num_threads
 from engine.execution.cpu.kernels.panel_linear import pack_large_model
 from engine.execution.eager import EagerBackend
+from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM
 from engine.models.source import ModelSource
 from engine.sampling import noise

@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.execution.attention import Group, KVTensors, slots_of
+from engine.execution.attention import Group
 from engine.execution.backend import ChainBatch, RankedTokens
 from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.kernels import draw_kernel
 from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass, scores_of
+from engine.execution.kv_tensors import KVTensors, slots_of
 from engine.models.causal_lm import CausalLM, forward
 from engine.sampling.row_shaping import MAX_BIASED, RowShaping, shaped
 

@@ -21,7 +21,7 @@ from triton import TritonError  # type: ignore[import-untyped]
 from engine.config import CompileProgress, EngineConfig, ModelConfig
 from engine.control.stats import PREPARATION
 from engine.errors import ModelError
-from engine.execution.attention import Group, KVTensors
+from engine.execution.attention import Group
 from engine.execution.backend import ChainBatch, Part, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
@@ -32,6 +32,7 @@ from engine.execution.cuda.kernels.triton_attention import CHUNK, MAX_SPLIT_LENG
 from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
 from engine.execution.cuda.static_pass import Shape
 from engine.execution.eager import EagerBackend
+from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, forward
 from engine.models.layers.reducer import alone
 from engine.sampling import noise

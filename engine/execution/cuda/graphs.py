@@ -17,12 +17,12 @@ from triton import TritonError  # type: ignore[import-untyped]
 
 from engine.config import EngineConfig
 from engine.control.stats import PREPARATION
-from engine.execution.attention import KVTensors
 from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch
 from engine.execution.cuda.chain_pass import ChainPass, ChainShape, chain_shape
 from engine.execution.cuda.kernels.triton_attention import CHUNK
 from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
+from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.layers.reducer import alone
 from engine.sampling.noise import Draws

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.execution.attention import Group, KVTensors, slots_of
+from engine.execution.attention import Group
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.kernels import draw_kernel
+from engine.execution.kv_tensors import KVTensors, slots_of
 from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws

@@ -11,8 +11,8 @@ from cluster.protocol.prefix_delta import Acknowledged, PrefixTable
 from engine.blocks.block_table import block_table
 from engine.config import EngineConfig
 from engine.control.plan import Plan
-from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, ProposeRow, Request, Verdict

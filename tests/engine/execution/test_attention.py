@@ -11,15 +11,9 @@ import torch
 import transformers
 
 from engine.errors import ModelError
-from engine.execution.attention import (
-    KVTensors,
-    additive_mask,
-    attend_to_gathered,
-    attend_to_self,
-    slots_of,
-    write_slots,
-)
+from engine.execution.attention import additive_mask, attend_to_gathered, attend_to_self
 from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build, depths
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape, paged_attention
 from engine.params import SamplingParams
 from tests.engine.running import chains, drafters, make_engine, run
@@ -139,36 +133,6 @@ def test_padding_changes_no_entry_but_those_of_block_0():
     assert [place for place in changed if place[0]] == [[2, 2], [46, 0], [46, 1], [46, 2]]
 
 
-def test_moved_entries_are_those_of_an_accepted_path():
-    kv = KVTensors(KVShape(3, KV_HEADS, DIM, DIM + 1), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
-    for layer, cache in enumerate((*kv.keys, *kv.values)):
-        cache.view(12, KV_HEADS, -1)[:] = 100 * layer + torch.arange(12.0).view(-1, 1, 1)
-    kv.first_layers(2).move([6, 7], [5, 6])  # 7 goes where 6 came from
-    kv.move([1, 0], [0, 1])  # an exchange
-    for layer, cache in enumerate((*kv.keys, *kv.values)):
-        moved = [1, 0, 2, 3, 4, 6, 7, 7, 8, 9, 10, 11] if layer % 3 < 2 else [1, 0, *range(2, 12)]
-        assert (cache.view(12, -1) - 100 * layer == torch.tensor(moved).unsqueeze(-1)).all()
-
-
-def test_layers_of_one_size_are_moved_together_and_others_have_a_tensor_of_their_own():
-    """A head's layers stand behind the model's, also where one of those has their size."""
-    wide, narrow = (KV_HEADS, DIM, DIM), (1, 2 * DIM, DIM)
-    shape = KVShape(4, *wide, (wide, narrow, wide, narrow))
-    kv = KVTensors(shape, 3, BLOCK, torch.empty(0), KVShape(1, *wide))
-    assert [tuple(keys.shape) for keys in kv.keys] == [(3, BLOCK, *size[:2]) for size in (*shape.each, wide)]
-    assert [tuple(cache.shape[0:1] + cache.shape[3:]) for cache in kv.of_head] == [(1, KV_HEADS, DIM)] * 2
-    assert kv.keys[0].untyped_storage().data_ptr() == kv.keys[2].untyped_storage().data_ptr()
-    for caches in (kv.keys, kv.values):
-        for cache in caches:
-            cache.view(12, -1)[:] = torch.arange(12.0).unsqueeze(-1)
-    kv.first_layers(3).move([6], [5])
-    for layer, caches in enumerate(zip(kv.keys, kv.values, strict=True)):
-        for cache in caches:
-            assert cache.view(12, -1)[5].unique().tolist() == [6.0 if layer < 3 else 5.0]
-    kv.move([9], [5])
-    assert all(cache.view(12, -1)[5].unique().tolist() == [9.0] for cache in (*kv.keys, *kv.values))
-
-
 def test_a_token_sees_its_own_chunk_only_and_a_node_by_its_position():
     """The tip is at 2, two branches at 3, each with a node at 4; a chunk begins at 4, or at 3."""
     (group,) = build([ForwardRow([1] * 6, 1, [1, 2], 1, [-1, -1, 0, 1])], Layer().kv).paged.groups
@@ -196,21 +160,6 @@ def test_a_layer_that_shares_reads_the_blocks_of_another_and_writes_none():
     torch.testing.assert_close(output[0], torch.stack(expected))
     assert all(map(torch.equal, before, (*layer.kv.keys, *layer.kv.values)))
     assert batch.paged.layers == []
-
-
-def test_a_new_cache_holds_no_nan():
-    kv = KVTensors(
-        KVShape(1, KV_HEADS, DIM, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0, dtype=torch.bfloat16)
-    )
-    assert kv.keys[0].dtype == torch.bfloat16
-    assert not kv.keys[0].any()
-    assert not kv.values[0].any()
-
-
-def test_places_become_slots_and_what_the_table_does_not_reach_goes_to_block_0():
-    blocks = torch.tensor([[3, 5]])
-    places = torch.tensor([[0, 3, 4, 7, 8, -1]])
-    assert slots_of(blocks, places, BLOCK).tolist() == [[12, 15, 20, 23, 0, 0]]
 
 
 def test_a_mask_is_zero_where_a_token_sees_a_place():
@@ -385,13 +334,6 @@ def test_prompts_and_later_tokens_attend_to_the_numbers_that_an_fp8_cache_holds(
     layer = Layer(dtype=torch.float8_e4m3fn)
     torch.testing.assert_close(*layer.run(prompt(7, A)))
     torch.testing.assert_close(*layer.run(prompt(3, A, start=7), prompt(2, B)))
-
-
-def test_fp8_caches_saturate_and_keep_their_numbers_when_slots_move():
-    kv = KVTensors(KVShape(1, 1, 4, 4), 3, 4, torch.empty(0, dtype=torch.float8_e4m3fn))
-    write_slots(kv.keys[0], torch.tensor([2, 9]), torch.tensor([[[1.0, -1e5, 449.0, 0.01], [2.0, 3.0, 448.0, 480.0]]]))
-    kv.move([2, 9], [9, 2])
-    assert kv.keys[0].float().view(-1, 4)[[9, 2]].tolist() == [[1, -448, 448, 0.009765625], [2, 3, 448, 448]]
 
 
 def test_places_before_the_first_are_hidden_from_all_but_themselves():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.execution.attention import KVTensors
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardRow, build, next_tokens
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import KVShape
 
 LONG = MAX_GROUPED_LENGTH + 1

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import PacelineError
-from engine.execution.attention import Group, KVTensors, PagedContext, attend_to_gathered, stored
+from engine.execution.attention import Group, PagedContext, attend_to_gathered
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cpu.kernels.paged_attention import attend_to_blocks, suits
 from engine.execution.cpu.kernels.panel_linear import packed_copy
+from engine.execution.kv_tensors import KVTensors, stored
 from engine.execution.scratch import scratch_folder
 from engine.models.causal_lm import forward
 from engine.models.layers.layer_attention import AttentionParams

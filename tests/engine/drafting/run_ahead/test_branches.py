@@ -11,7 +11,7 @@ from engine.drafting.model.draft_cache import CachedPrefix
 from engine.drafting.model.next_tokens import NUM_CANDIDATES, Confidence, NextTokens, Ranking
 from engine.drafting.model.token_drawer import Chain, Drawn
 from engine.drafting.run_ahead.branches import Branches, DraftContext, VerdictPredictor
-from engine.execution.attention import KVTensors
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.protocols import Request

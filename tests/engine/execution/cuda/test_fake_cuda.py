@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
-from engine.execution.attention import KVTensors
+from engine.execution.kv_tensors import KVTensors
 from engine.execution.registry import make_backend
 from engine.heads.tapped import with_head
 from engine.models.layers.layer_attention import KVShape

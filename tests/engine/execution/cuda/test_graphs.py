@@ -10,9 +10,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafting.registry import METHODS
-from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.execution.kv_tensors import KVTensors
 from engine.models.first_layers import first_layers
 from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.reducer import is_alone

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda.cuda_backend import make_cuda_backend
 from engine.execution.eager import EagerBackend
 from engine.execution.footprint import of_weights
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.latent import LatentProjection, cache_latents
 from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.quantization import QuantizedLinear

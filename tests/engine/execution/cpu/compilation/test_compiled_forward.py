@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu.compilation import packages as compilation
 from engine.execution.cpu.compilation.compiled_forward import (
@@ -24,6 +23,7 @@ from engine.execution.cpu.compilation.compiled_forward import (
     samples,
 )
 from engine.execution.cpu.kernels.paged_attention import suits
+from engine.execution.kv_tensors import KVTensors
 from engine.heads.head import head_model
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine.execution.attention import KVTensors, additive_mask, attend_to_gathered
+from engine.execution.attention import additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
+from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 
 pytest.importorskip("triton", reason="the kernels need triton")

@@ -45,7 +45,8 @@ def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
-    if (model_type := settings.get("model_type")) not in CONFIG_MAPPING:
+    model_type: str = settings.get("model_type", "")
+    if model_type not in CONFIG_MAPPING:
         hint = "; the code of a repository (auto_map) is never run" if "auto_map" in settings else ""
         known = f"transformers {transformers.__version__} has no model_type {model_type!r}"
         raise ModelError(f"cannot read a model configuration from {path}: {known}{hint}")

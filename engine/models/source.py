@@ -122,7 +122,7 @@ class ModelSource:
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
         whole = read_configuration(self.path, self.settings | {"model_type": model_type})
-        configuration = text_part(whole)
+        configuration: PreTrainedConfig = text_part(whole)
         self.is_text_part = configuration is not whole
         if self.is_text_part and configuration.tie_word_embeddings != whole.tie_word_embeddings:
             # The defaults differ, so the files tell.

@@ -1,8 +1,7 @@
 """Paged attention with tree masks.
 
-A forward pass is a flat sequence of tokens in groups:
-one group of all short rows (decoding and drafts, padded to one length), and one per prefill chunk. Each group has its
-block tables and its mask.
+A forward pass is a flat sequence of tokens in groups: one group of all short rows (decoding and drafts, padded to one
+length), and one per prefill chunk. Each group has its block tables and its mask.
 """
 
 from collections.abc import Sequence

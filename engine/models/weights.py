@@ -279,5 +279,5 @@ def _restore_buffers(module: PreTrainedModel, device: torch.device) -> None:
         for name in child._non_persistent_buffers_set:
             setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
-            module.base_model._init_weights(child)  # type: ignore[no-untyped-call]
-    module.base_model._init_weights(module.base_model)  # type: ignore[no-untyped-call] # for some, those of its layers
+            module.base_model._init_weights(child)  # type: ignore[operator]
+    module.base_model._init_weights(module.base_model)  # type: ignore[operator] # for some, those of its layers

@@ -151,7 +151,7 @@ def paged_attention(
         raise ModelError("its layers do not pass keyword arguments on to their attention")
     context: AttentionContext = kwargs["paged"]
     # Not made an int: while layers are compiled, their index is symbolic.
-    layer: int = getattr(module, "kv_layer", module.layer_idx)  # type: ignore[assignment]
+    layer: int = getattr(module, "kv_layer", module.layer_idx)  # type: ignore[arg-type]
     bias = kwargs.get("position_bias")
     is_cross = bias is not None and not module.is_causal
     params = AttentionParams(

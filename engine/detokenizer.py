@@ -43,7 +43,7 @@ class Detokenizer:
         # A token's text can depend on the few before it (spaces, bytes), so decoding starts a few tokens earlier. It
         # must not start inside a character: some decoders drop a whole run of bytes if a character is incomplete.
         for count in (6, 12, 24, 48):
-            self._ids = self._shown(prompt_token_ids[-count:])
+            self._ids = [token for token in prompt_token_ids[-count:] if token not in self._hidden]
             self._decoded = self._decode()
             if not self._decoded.startswith(_UNFINISHED):
                 break
@@ -63,7 +63,7 @@ class Detokenizer:
         if len(token_ids) > 1 and (has_mark or not self._takes_several):
             return self._append_one_by_one(token_ids, may_stop)
         may_stop = may_stop and not has_mark
-        token_ids = self._shown(token_ids)
+        token_ids = [token for token in token_ids if token not in self._hidden]
         self._ids += token_ids
         text = self._decode()
         if len(token_ids) > 1 and _UNFINISHED in text:
@@ -106,11 +106,6 @@ class Detokenizer:
         text = self._held + self._decode()[len(self._decoded) :]
         self._held, self._decoded = "", self._decode()
         return text
-
-    def _shown(self, token_ids: Sequence[int]) -> list[int]:
-        if not self._hidden:
-            return list(token_ids)
-        return [token for token in token_ids if token not in self._hidden]
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)

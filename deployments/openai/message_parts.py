@@ -10,7 +10,7 @@ no calls, or end inside one, are content. The parts do not depend on how the tex
 import hashlib
 import json
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,10 +114,9 @@ class MessageParser:
                     self._add(Reasoning, event["text"])
                 else:
                     self._add_content(event["text"])
-        if self._reading is None and self._held:
-            self._reading = self._read_call()
-        if self._reading is None:
+        if self._reading is None and not self._held:
             return None
+        self._reading = self._reading or self._read_call()
         try:
             next(self._reading)
         except StopIteration as end:
@@ -211,7 +210,8 @@ class MessageParser:
 
         try:
             message = parse_response(text, self._form.loaded, prefix="", tools=self._tools)
-            functions = [call["function"] for call in _flat(message[CALLS])]
+            found = [call for entry in message[CALLS] for call in (entry if isinstance(entry, list) else [entry])]
+            functions = [call["function"] for call in found]
             calls = [(entry["name"], entry.get("arguments", entry.get("parameters"))) for entry in functions]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return False
@@ -271,8 +271,3 @@ class ObjectEnd:
                         return mark.end()
         self._position = max(self._position, len(text))
         return None
-
-
-def _flat(calls: Iterable[Any]) -> list[Any]:
-    """Return calls, of which some are in lists."""
-    return [call for entry in calls for call in (entry if isinstance(entry, list) else [entry])]

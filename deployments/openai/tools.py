@@ -166,10 +166,11 @@ class MessageForm:
 
     @cached_property
     def head_pattern(self) -> Any:
-        """The compiled `head`; None without one."""
-        import regex  # type: ignore[import-untyped]  # transformers needs it, too
+        """The compiled `head`, as transformers compiles patterns; None without one."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        return regex.compile(self.head, regex.DOTALL) if self.head else None
+        template = {"start_anchor_pattern": self.head, "fields": {"content": {}}}
+        return load_response_template(template).start_anchor_re if self.head else None
 
     @cached_property
     def streaming(self) -> "tuple[ResponseTemplate, ResponseTemplate]":
@@ -180,21 +181,20 @@ class MessageForm:
         """
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
+        plain = {"content": "text", "content_args": {"strip": False}}
         fields: dict[str, Any] = {}
         for name, field in self.template["fields"].items():
-            fields[name] = {"content": "text", "content_args": {"strip": False}}
-            fields[name] |= {key: field[key] for key in ("open", "close") if key in field}
-            fields[name] |= {key: _unnamed(field[key]) for key in ("open_pattern", "close_pattern") if key in field}
+            ends = {key: field[key] for key in ("open", "close", "open_pattern", "close_pattern") if key in field}
+            fields[name] = plain | {key: _unnamed(end) if "pattern" in key else end for key, end in ends.items()}
         anchor = {key: value for key, value in self.template.items() if key.startswith("start_anchor")}
         without = load_response_template({**anchor, "fields": {name: fields[name] for name in fields if name != CALLS}})
         if CALLS not in fields:
             return without, without
         start = _unnamed(self.loaded.fields[CALLS].open_re.pattern)
-        fields[CALLS] = {"content": "text", "content_args": {"strip": False}, "open_pattern": f"(?={start})"}
+        fields[CALLS] = plain | {"open_pattern": f"(?={start})"}
         # What ends or is left out of content is no part of a call's markup.
         if (name := self.loaded.implicit) is not None and (ending := self.loaded.fields[name].close_re) is not None:
-            fields[name].pop("close", None)
-            fields[name]["close_pattern"] = f"(?!{start})(?:{_unnamed(ending.pattern)})"
+            fields[name] = plain | {"close_pattern": f"(?!{start})(?:{_unnamed(ending.pattern)})"}
         return without, load_response_template({**anchor, "fields": fields})
 
 

@@ -31,8 +31,6 @@ LONG_IDS = 2**12
 """Longer lists take more than a few milliseconds."""
 MANY_MESSAGES = 64
 """A longer conversation counts as a long text, because rendering it takes a millisecond or more."""
-GENERATION_PROMPT = 64
-"""More tokens than what begins an answer has."""
 
 T = TypeVar("T")
 ConversationBody = ChatCompletionRequest | TokenizeRequest
@@ -97,7 +95,8 @@ class PromptEncoder:
         """Return the end of a conversation's prompt, with all of the answer that it holds already."""
         if request.continue_final_message:
             return await self.decode_tokens(prompt)
-        return "" if request.add_generation_prompt is False else await self.decode_tokens(prompt[-GENERATION_PROMPT:])
+        # What begins an answer has fewer tokens.
+        return "" if request.add_generation_prompt is False else await self.decode_tokens(prompt[-64:])
 
     async def decode_tokens(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""

@@ -37,12 +37,12 @@ def form_of(tokenizer: "PreTrainedTokenizerFast") -> MessageForm | None:
     if own := _own_template(tokenizer):
         fields = {name: field for name, field in own["fields"].items() if takes_tools or name != CALLS}
         template = {**own, "fields": fields}
-        if not _opening(fields.get(CALLS)).endswith(_opening(calls.get("field"))):
-            calls = {}  # the template reads calls of another form
     if not template["fields"]:
         return None
     text = json.dumps([template["fields"], dropped], ensure_ascii=False).replace("\\", "")
     marks = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.content in text}
+    if own and calls and calls["field"].get("open", "?") not in text:
+        calls = {}  # the template may read calls of another form
     if not own:
         dropped = dropped or "|".join(re.escape(token.content) for token in marks.values() if token.special)
         template["fields"]["content"] = {"content": "text", **({"close_pattern": dropped} if dropped else {})}
@@ -62,16 +62,10 @@ def _own_template(tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any] | None
     try:
         if template is not None:
             MessageForm(template).streaming  # noqa: B018
-    except (ValueError, LookupError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         logger.error("the tokenizer's response_template cannot be used: %s", error)
         return None
     return template
-
-
-def _opening(field: dict[str, Any] | None) -> str:
-    """Return how a field begins, without escapes."""
-    opening = (field or {}).get("open") or (field or {}).get("open_pattern") or ""
-    return str(opening).replace("\\", "")
 
 
 @cache

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from deployments.anthropic.messages_request import MessagesRequest
-from deployments.openai.structured_output import StructuredOutputs
+from deployments.openai.structured_output import StructuredOutputs, Thoughts
 from engine.errors import TargetError
 from tests.deployments.anthropic.clients import official
 from tests.deployments.conftest import client_of, make_sdk
@@ -38,6 +38,7 @@ def says(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(
         MessagesRequest, "to_chat", lambda request: make(request).model_copy(update={"structured_outputs": only})
     )
+    monkeypatch.setattr(Thoughts, "after", lambda *_: None)  # so that its thoughts are in it
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])

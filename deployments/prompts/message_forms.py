@@ -46,7 +46,7 @@ def form_of(tokenizer: "PreTrainedTokenizerFast") -> MessageForm | None:
     if not own:
         dropped = dropped or "|".join(re.escape(token.content) for token in marks.values() if token.special)
         template["fields"]["content"] = {"content": "text", **({"close_pattern": dropped} if dropped else {})}
-    field = next((template["fields"][name] for name in THOUGHTS if name in template["fields"]), {})
+    field: dict[str, Any] = next((template["fields"][name] for name in THOUGHTS if name in template["fields"]), {})
     delimiters = thoughts.get("thoughts") if field else None
     if isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
         delimiters = {"opening": field["open"], "closing": field["close"]}

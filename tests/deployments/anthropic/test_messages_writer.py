@@ -12,6 +12,7 @@ import pytest
 
 from deployments.anthropic.messages_request import MessagesRequest
 from deployments.openai.structured_output import StructuredOutputs
+from deployments.openai.tools import MessageForm
 from engine.errors import TargetError
 from tests.deployments.anthropic.clients import official
 from tests.deployments.conftest import client_of, make_sdk
@@ -34,6 +35,7 @@ async def calling(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.
 
 def says(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Make the model say this."""
+    monkeypatch.setattr(MessageForm, "thoughts_after", lambda form, prompt: None)  # the text is all that is said
     make, only = MessagesRequest.to_chat, StructuredOutputs(choice=[text])
     monkeypatch.setattr(
         MessagesRequest, "to_chat", lambda request: make(request).model_copy(update={"structured_outputs": only})

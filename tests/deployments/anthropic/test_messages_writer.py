@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from deployments.anthropic.messages_request import MessagesRequest
-from deployments.openai.structured_output import StructuredOutputs, Thoughts
+from deployments.openai.structured_output import StructuredOutputs
+from deployments.openai.tools import MessageForm
 from engine.errors import TargetError
 from tests.deployments.anthropic.clients import official
 from tests.deployments.conftest import client_of, make_sdk
@@ -34,11 +35,11 @@ async def calling(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.
 
 def says(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Make the model say this."""
+    monkeypatch.setattr(MessageForm, "thoughts_after", lambda form, prompt: None)  # the text is all that is said
     make, only = MessagesRequest.to_chat, StructuredOutputs(choice=[text])
     monkeypatch.setattr(
         MessagesRequest, "to_chat", lambda request: make(request).model_copy(update={"structured_outputs": only})
     )
-    monkeypatch.setattr(Thoughts, "after", lambda *_: None)  # so that its thoughts are in it
 
 
 @pytest.mark.parametrize("temperature", [0, 0.9])

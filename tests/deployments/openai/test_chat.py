@@ -9,7 +9,7 @@ import pytest
 
 from deployments.openai.chat import ChatCompletionRequest, ChatWriter
 from deployments.openai.message_parts import CallStart
-from deployments.openai.structured_output import Thoughts
+from deployments.openai.tools import MessageForm
 from deployments.openai.writer import Reply
 from deployments.prompts.message_forms import form_of
 from tests.deployments.conftest import client_of
@@ -80,7 +80,7 @@ ANSWER = '<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{"name": "f", "argumen
 async def test_thoughts_text_and_calls_come_in_fields_of_their_own(
     routers: LocalRouters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Thoughts, "after", lambda *_: None)  # so that the grammar has the thoughts in it
+    monkeypatch.setattr(MessageForm, "thoughts_after", lambda form, prompt: None)  # the text is all that is said
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "n": 2, "logprobs": True}
     body |= {"structured_outputs": {"choice": [ANSWER]}, "tools": tools}
@@ -115,5 +115,8 @@ async def test_an_answer_begins_in_the_thoughts_that_the_prompt_opens(routers: L
     body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 8}
     async with client_of(THINKING + "<think>\n", routers, tmp_path) as client:
         (thinking,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        grammar = {"response_format": {"type": "json_object"}}  # begins after the thoughts
+        (json_object,) = (await client.post("/v1/chat/completions", json={**body, **grammar})).json()["choices"]
     assert thinking["message"]["reasoning_content"]
     assert thinking["message"]["content"] == ""
+    assert json_object["message"] == thinking["message"]

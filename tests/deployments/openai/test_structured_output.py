@@ -142,7 +142,7 @@ def test_thoughts_are_free_and_the_answer_matches_whatever_is_drafted(way: str, 
     target, draft, make_grammars = models
     thoughts, text_of_tokens = replace(WAYS[way], is_open=True), json_tokenizer().decode
     prompts = torch.randint(2, VOCAB, (6, 9), generator=torch.Generator().manual_seed(5)).tolist()
-    bias = {IDS["}}"]: 2.0, IDS['"}']: 1.0}
+    bias = {IDS["}}"]: 2.0, IDS['"}']: 1.0, END: 3.0}
     free = [(prompt, SamplingParams(seed=i, max_tokens=60, logit_bias=bias)) for i, prompt in enumerate(prompts)]
     asked = [(prompt, replace(it, grammar=thoughts.before(GRAMMARS["json"], {END}))) for prompt, it in free]
     expected = run(make_engine(target, grammars=make_grammars(), num_speculative_tokens=0), asked)
@@ -166,6 +166,7 @@ def test_thoughts_are_free_and_the_answer_matches_whatever_is_drafted(way: str, 
             answer = answer[len(thoughts.answer) :]
         never = next((n for n, token in enumerate(plain[index]) if token in (0, END, IDS["}}"])), len(tokens))
         assert tokens[: min(ended, never)] == plain[index][: min(ended, never)]
+        assert END not in tokens or ended < len(tokens)
         if tokens[-1] == END:
             assert matches("json", answer.removesuffix("</s>").lstrip())
             num_answers += 1

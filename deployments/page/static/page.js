@@ -90,11 +90,10 @@ async function stream(take, view, [path, body], signal) {
   try {
     for await (const event of events(path, body, signal, onLoss)) {
       if (event.error) throw new Refused(event.error.message);
-      if (isCut) notice();
-      if (isCut && latest) take.note("resumed");
+      if (isCut) { notice(); if (latest) take.note("resumed"); }
       isCut = false;
-      const [choice] = event.choices, delta = choice?.delta, t = since();
-      const text = choice?.text ?? delta?.reasoning_content ?? delta?.content ?? "";
+      const [choice] = event.choices, { reasoning_content: thought, content } = choice?.delta ?? {}, t = since();
+      const text = choice?.text ?? thought ?? content ?? "";
       const rounds = choice?.rounds ?? (text ? [{ texts: [text], accepted: 0, draft: [], last: "plain" }] : []);
       take.text += text;
       for (const round of rounds) {

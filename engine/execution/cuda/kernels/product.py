@@ -158,13 +158,13 @@ def load_weights(
     if GROUP > 0:
         NUM_SPANS: tl.constexpr = INNER_TILE // SPAN
         first = place + tl.arange(0, NUM_SPANS)[None, :] * SPAN
-        index = column[:, None] * (size // GROUP) + first // GROUP
-        scale = tl.load(scales + index, is_output & (first < size), 0.0)
+        scale = tl.load(scales + column[:, None] * (size // GROUP) + first // GROUP, is_output & (first < size), 0.0)
         if FORMAT == "mxfp4":
             scale = powers_of_two(scale)
         parts = tl.reshape(tile, (tile.shape[0], NUM_SPANS, SPAN))
         if zeros is not None:
-            parts -= tl.load(zeros + index, is_output & (first < size), 0).to(tile.dtype)[:, :, None]
+            zero = tl.load(zeros + column[:, None] * (size // GROUP) + first // GROUP, is_output & (first < size), 0)
+            parts -= zero.to(tile.dtype)[:, :, None]
         parts *= scale.to(tile.dtype)[:, :, None]
         tile = tl.reshape(parts, (tile.shape[0], INNER_TILE)).to(dtype)
     return tl.trans(tile)

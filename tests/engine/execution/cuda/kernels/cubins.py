@@ -76,7 +76,7 @@ def product_of(cc, count, shape, name, num_splits):
     types["output"] = "*fp32" if num_splits > 1 else "*bf16"
     tile = f"{constants['ROWS_TILE']} x {constants['OUT_TILE']}"
     key = f"product {name or 'bf16'}{' in parts' * (num_splits > 1)} {tile}"
-    return key, (product._multiply_kernel, types, constants | {"HAS_BIAS": False}, cc), options
+    return key, (product._multiply_kernel, types, constants | {"HAS_BIAS": False, "zeros": None}, cc), options
 
 
 def attention_of(cc, heads, length, *, is_fp8=False):

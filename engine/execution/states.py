@@ -10,7 +10,7 @@ depend on drafts, on other rows, or on how the tokens came into passes.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
@@ -115,6 +115,7 @@ class _Step(NamedTuple):
     saved: list[tuple[int, int]]
 
 
+@dataclass(slots=True)
 class Carried:
     """States that the passes of a draft hand on to each other, while the slots stay as they are.
 
@@ -123,10 +124,10 @@ class Carried:
         inputs, matrices: [rows, taps, channels] and [rows, heads, rows, columns] by layer, in the order of the rows.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows, self.is_full = num_rows, False
-        self.inputs: dict[int, Tensor] = {}
-        self.matrices: dict[int, Tensor] = {}
+    num_rows: int
+    is_full: bool = False
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    matrices: dict[int, Tensor] = field(default_factory=dict)
 
 
 class RowStates:
@@ -155,7 +156,9 @@ class RowStates:
         self._ends = self._tensor([plan.length if carried else plan.num_committed for plan in plans])
         self._is_tree = any(plan.parents is not None for plan in plans)
         self._fold_steps = [self._fold_step(fold) for fold in range(max(plan.state.num_folded for plan in plans))]
-        self._steps = [self._step(token) for token in range(width)]
+        self._first_step = min(plan.num_scanned for plan in plans)
+        last = max((plan.length for plan in plans if plan.num_scanned < plan.length), default=0)
+        self._steps = [self._step(token) for token in range(self._first_step, last)]
         self._paths: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, kept: LayerStates, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -192,10 +195,9 @@ class RowStates:
             for row, plan in enumerate(self._plans)
             if plan.num_scanned
         ]
-        first = min(plan.num_scanned for plan in self._plans)
-        history, outputs = [state] * (first + 1), []
-        for token in range(first, self._width):
-            step, entry = self._steps[token], [x[:, token] for x in tokens]
+        history, outputs = [state] * (self._first_step + 1), []
+        for token, step in enumerate(self._steps, self._first_step):
+            entry = [x[:, token] for x in tokens]
             if step.before is not None:
                 state = torch.stack([history[end][row] for row, end in enumerate(step.before)])
             update = _masked(recurrence.update(state, entry), step.active)
@@ -206,7 +208,7 @@ class RowStates:
             self._keep(kept, step, state, update)
         if self._carried is not None:
             self._carry(self._carried.matrices, layer, state)
-        return self._joined(outputs, scanned, first)
+        return self._joined(outputs, scanned)
 
     def _first(self, layer: int, kept: LayerStates) -> Tensor:
         """Return the rows' states before their first tokens, [rows, heads, rows, columns]."""
@@ -236,14 +238,14 @@ class RowStates:
             kept.matrices[plan.state.slot] = state[row]
         return torch.cat(outputs)
 
-    def _joined(self, outputs: Sequence[Tensor], scanned: Sequence[Tensor], first: int) -> Tensor:
-        """Return the outputs of the steps from token `first` on and of the scans, [rows * width, heads, size]."""
+    def _joined(self, outputs: Sequence[Tensor], scanned: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of the steps and of the scans, [rows * width, heads, size]."""
         rows = [row for row, plan in enumerate(self._plans) if plan.num_scanned]
         if not outputs and len(rows) == 1:
             return scanned[0]
         like = outputs[0] if outputs else scanned[0]
         joined = like.new_zeros(len(self._plans), self._width, *like.shape[1:])
-        for token, output in enumerate(outputs, first):
+        for token, output in enumerate(outputs, self._first_step):
             joined[:, token] = output
         for row, output in zip(rows, scanned, strict=True):
             joined[row, : len(output)] = output

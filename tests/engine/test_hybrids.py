@@ -5,7 +5,9 @@ import random
 import pytest
 from transformers import BambaConfig
 
+from engine.config import EngineConfig
 from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.model.draft_cache import DraftCache
 from engine.heads.head import head_model
 from engine.params import SamplingParams
 from tests.engine.heads.cold_starts import KINDS
@@ -78,6 +80,11 @@ def test_the_text_is_the_same_whatever_is_drafted_cached_and_preempted(draft, k,
     assert engine.stats.num_prefix_hits > 0
     assert (engine.stats.num_preemptions > 0) == ("num_blocks" in settings)
     assert (engine.stats.num_accepted_tokens > 0) == (draft == "itself") or draft not in ("itself", "none")
+
+
+def test_a_draft_has_the_planned_slots(backend):
+    config = EngineConfig(num_blocks=10, num_states=3, max_num_seqs=8)
+    assert len(DraftCache(backend, config).kv.linear.layers[0].matrices) == 1 + 3
 
 
 @pytest.mark.parametrize(("kind", "method"), [("dflash", "head"), ("eagle3", "head"), ("eagle3", "head_tree")])

@@ -165,9 +165,9 @@ class RowStates:
         """Convolve a group's inputs [rows * width, channels]; see `StateContext.convolve`."""
         tokens = inputs.view(len(self._plans), self._width, -1)
         taps, carried = kept.taps, self._carried
-        window = kept.inputs[self._sources]
+        window = kept.inputs.index_select(0, self._sources)
         if carried is not None and self._continues:
-            past = carried.inputs[layer][self._members]
+            past = carried.inputs[layer].index_select(0, self._members)
         else:
             past = _cut(window, self._folds, taps)
         seen = torch.cat([past, tokens.to(past.dtype)], 1)
@@ -183,7 +183,7 @@ class RowStates:
             self._save_inputs(kept, window, tokens)
             depth = kept.inputs.shape[1] - taps
             drafts = _cut(F.pad(seen, (0, 0, 0, depth)), self._ends + taps, depth)
-            kept.inputs[self._slots] = torch.cat([last, drafts], 1)
+            kept.inputs.index_copy_(0, self._slots, torch.cat([last, drafts], 1))
         return output.to(inputs.dtype).flatten(0, 1)
 
     def recur(self, layer: int, kept: LayerStates, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
@@ -213,8 +213,8 @@ class RowStates:
     def _first(self, layer: int, kept: LayerStates) -> Tensor:
         """Return the rows' states before their first tokens, [rows, heads, rows, columns]."""
         if self._carried is not None and self._continues:
-            return self._carried.matrices[layer][self._members]
-        state: Tensor = kept.matrices[self._sources]
+            return self._carried.matrices[layer].index_select(0, self._members)
+        state = kept.matrices.index_select(0, self._sources)
         for fold, step in enumerate(self._fold_steps):
             update = Update(*(part[self._sources, fold] for part in kept.updates))
             state = updated(state, _masked(update, step.active))
@@ -257,7 +257,7 @@ class RowStates:
             return
         if step.committed is not None:
             rows, slots = step.committed
-            kept.matrices[slots] = state[rows]
+            kept.matrices.index_copy_(0, slots, state.index_select(0, rows))
         if step.drafted is not None:
             rows, slots, nodes = step.drafted
             for part, new in zip(kept.updates, update, strict=True):
@@ -270,7 +270,7 @@ class RowStates:
         assert self._carried is not None
         if layer not in entries:
             entries[layer] = after.new_zeros(self._carried.num_rows, *after.shape[1:])
-        entries[layer][self._members] = after
+        entries[layer].index_copy_(0, self._members, after)
 
     def _save_inputs(self, kept: LayerStates, window: Tensor, tokens: Tensor) -> None:
         """Write the last inputs before each saved place."""

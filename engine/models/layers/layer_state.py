@@ -109,4 +109,4 @@ class StateContext(Protocol):
 def updated(state: Tensor, update: Update) -> Tensor:
     """Return the state [n, heads, rows, columns] after an update."""
     right = update.right.repeat_interleave(state.shape[1] // update.right.shape[1], 1)
-    return torch.addcmul(update.decay.unsqueeze(-1) * state, update.left.unsqueeze(-1), right.unsqueeze(-2))
+    return (update.decay.unsqueeze(-1) * state).addcmul_(update.left.unsqueeze(-1), right.unsqueeze(-2))

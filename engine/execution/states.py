@@ -92,10 +92,6 @@ class RowPlan:
             return token - 1
         return self.num_committed + self.parents[node] if self.parents[node] >= 0 else self.num_committed - 1
 
-    def saved_after(self, place: int) -> list[int]:
-        """Return the slots that get the state after so many tokens of the context."""
-        return [slot for end, slot in self.state.saves if end == place]
-
 
 class _Step(NamedTuple):
     """What happens to the states of a group's rows at one token of each.
@@ -226,14 +222,15 @@ class RowStates:
     ) -> Tensor:
         """Compute a row's part of its prompt in chunks, put the state after it in place, and return the outputs."""
         plan, outputs, first = self._plans[row], [], 0
-        for end in sorted({*(place - plan.start for place, _ in plan.state.saves), plan.num_scanned}):
+        saves = {place - plan.start: slot for place, slot in plan.state.saves}
+        for end in sorted({*saves, plan.num_scanned}):
             if not first < end <= plan.num_scanned:
                 continue
             output, state[row] = recurrence.scan(state[row], [entry[first:end] for entry in tokens])
             outputs.append(output)
             first = end
-            if self._carried is None:
-                kept.matrices[plan.saved_after(plan.start + end)] = state[row]
+            if self._carried is None and end in saves:
+                kept.matrices[saves[end]] = state[row]
         if self._carried is None and plan.num_scanned == plan.num_committed:
             kept.matrices[plan.state.slot] = state[row]
         return torch.cat(outputs)
@@ -292,8 +289,8 @@ class RowStates:
 
     def _fold_step(self, fold: int) -> _Step:
         active = [fold < plan.state.num_folded for plan in self._plans]
-        saved = self._saved([plan.start - plan.state.num_folded + fold + 1 for plan in self._plans], active)
-        return _Step(self._mask(active), None, None, None, saved)
+        counts = [fold + 1 - plan.state.num_folded for plan in self._plans]
+        return _Step(self._mask(active), None, None, None, self._saved(counts, active))
 
     def _step(self, token: int) -> _Step:
         plans = self._plans
@@ -302,19 +299,20 @@ class RowStates:
         ends = [row for row, plan in enumerate(plans) if active[row] and token == plan.num_committed - 1]
         drafts = [row for row, plan in enumerate(plans) if active[row] and token >= plan.num_committed]
         nodes = self._tensor([token - plans[row].num_committed for row in drafts])
-        is_committed = [runs and token < plan.num_committed for plan, runs in zip(plans, active, strict=True)]
         return _Step(
             active=self._mask(active),
             before=None if before == [token] * len(plans) else before,
             committed=(self._tensor(ends), self._slots[ends]) if ends else None,
             drafted=(self._tensor(drafts), self._slots[drafts], nodes) if drafts else None,
-            saved=self._saved([plan.start + token + 1 for plan in plans], is_committed),
+            saved=self._saved([token + 1] * len(plans), active),
         )
 
-    def _saved(self, places: Sequence[int], active: Sequence[bool]) -> list[tuple[int, int]]:
-        """Return the rows whose states are saved at these places, and the slots."""
-        rows = enumerate(zip(self._plans, places, active, strict=True))
-        return [(row, slot) for row, (plan, place, runs) in rows if runs for slot in plan.saved_after(place)]
+    def _saved(self, counts: Sequence[int], active: Sequence[bool]) -> list[tuple[int, int]]:
+        """Return the active rows whose states after so many of their tokens are saved, and the slots."""
+        ends = [
+            plan.start + count if runs else -1 for plan, count, runs in zip(self._plans, counts, active, strict=True)
+        ]
+        return [(i, slot) for i, plan in enumerate(self._plans) for end, slot in plan.state.saves if end == ends[i]]
 
     def _mask(self, active: Sequence[bool]) -> Tensor | None:
         return None if all(active) else self._tensor(active)[:, None, None]

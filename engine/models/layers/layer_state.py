@@ -7,7 +7,6 @@ tokens, and apply those that were accepted later, whatever the family.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -30,15 +29,12 @@ class StateShape(NamedTuple):
     groups: int = 0
     decays: int = 1
 
-    @property
-    def update_numbers(self) -> int:
-        """How many numbers a token's update of the matrices has."""
-        return self.heads * (self.decays + self.rows) + self.groups * self.columns
-
     def num_bytes(self, depth: int, itemsize: int) -> int:
         """Return the bytes of a slot that keeps `depth` updates, if the convolution's inputs take `itemsize` each."""
-        matrices = self.heads * self.rows * self.columns + depth * self.update_numbers
-        return 4 * matrices + itemsize * self.channels * (self.taps + depth)
+        update = self.heads * (self.decays + self.rows) + self.groups * self.columns
+        return 4 * (self.heads * self.rows * self.columns + depth * update) + itemsize * self.channels * (
+            self.taps + depth
+        )
 
 
 class Update(NamedTuple):

@@ -125,17 +125,11 @@ def _replacement(original: Callable[..., Any], compute: Callable[..., Any]) -> C
 
 
 def _convolve(
-    _: object,
-    context: StateContext,
-    layer: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **_keywords: Any,
+    _: Any, context: StateContext, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None = None, **keywords: Any
 ) -> Tensor:
     outputs = context.convolve(layer, x[0].transpose(0, 1), weight, bias)
-    outputs = outputs if activation is None else ACT2FN[activation](outputs)
+    if (activation := keywords.get("activation")) is not None:
+        outputs = ACT2FN[activation](outputs)
     return outputs.transpose(0, 1).unsqueeze(0)
 
 

@@ -145,7 +145,7 @@ class RowStates:
         """
         self._plans, self._width, self._device, self._carried = plans, width, device, carried
         self._members = self._tensor(members)
-        self._continues = carried is not None and carried.is_full
+        self._past = carried if carried is not None and carried.is_full else None
         self._sources = self._tensor([plan.state.source for plan in plans])
         self._slots = self._tensor([plan.state.slot for plan in plans])
         self._folds = self._tensor([plan.state.num_folded for plan in plans])
@@ -162,10 +162,7 @@ class RowStates:
         tokens = inputs.view(len(self._plans), self._width, -1)
         taps, carried = kept.taps, self._carried
         window = kept.inputs.index_select(0, self._sources)
-        if carried is not None and self._continues:
-            past = carried.inputs[layer].index_select(0, self._members)
-        else:
-            past = _cut(window, self._folds, taps)
+        past = self._past.inputs[layer][self._members] if self._past else _cut(window, self._folds, taps)
         seen = torch.cat([past, tokens.to(past.dtype)], 1)
         output = torch.zeros_like(tokens, dtype=torch.float32)
         for tap in range(taps + 1):  # in this order, whatever the pass
@@ -208,8 +205,8 @@ class RowStates:
 
     def _first(self, layer: int, kept: LayerStates) -> Tensor:
         """Return the rows' states before their first tokens, [rows, heads, rows, columns]."""
-        if self._carried is not None and self._continues:
-            return self._carried.matrices[layer].index_select(0, self._members)
+        if self._past is not None:
+            return self._past.matrices[layer].index_select(0, self._members)
         state = kept.matrices.index_select(0, self._sources)
         for fold, step in enumerate(self._fold_steps):
             update = Update(*(part[self._sources, fold] for part in kept.updates))
@@ -238,8 +235,6 @@ class RowStates:
     def _joined(self, outputs: Sequence[Tensor], scanned: Sequence[Tensor]) -> Tensor:
         """Return the outputs of the steps and of the scans, [rows * width, heads, size]."""
         rows = [row for row, plan in enumerate(self._plans) if plan.num_scanned]
-        if not outputs and len(rows) == 1:
-            return scanned[0]
         like = outputs[0] if outputs else scanned[0]
         joined = like.new_zeros(len(self._plans), self._width, *like.shape[1:])
         for token, output in enumerate(outputs, self._first_step):
@@ -309,10 +304,9 @@ class RowStates:
 
     def _saved(self, counts: Sequence[int], active: Sequence[bool]) -> list[tuple[int, int]]:
         """Return the active rows whose states after so many of their tokens are saved, and the slots."""
-        ends = [
-            plan.start + count if runs else -1 for plan, count, runs in zip(self._plans, counts, active, strict=True)
-        ]
-        return [(i, slot) for i, plan in enumerate(self._plans) for end, slot in plan.state.saves if end == ends[i]]
+        rows = enumerate(zip(self._plans, counts, active, strict=True))
+        ends = [(row, plan.state.saves, plan.start + count) for row, (plan, count, runs) in rows if runs]
+        return [(row, slot) for row, saves, end in ends for place, slot in saves if place == end]
 
     def _mask(self, active: Sequence[bool]) -> Tensor | None:
         return None if all(active) else self._tensor(active)[:, None, None]

@@ -32,9 +32,8 @@ class StateShape(NamedTuple):
     def num_bytes(self, depth: int, itemsize: int) -> int:
         """Return the bytes of a slot that keeps `depth` updates, if the convolution's inputs take `itemsize` each."""
         update = self.heads * (self.decays + self.rows) + self.groups * self.columns
-        return 4 * (self.heads * self.rows * self.columns + depth * update) + itemsize * self.channels * (
-            self.taps + depth
-        )
+        matrices = self.heads * self.rows * self.columns + depth * update
+        return 4 * matrices + itemsize * self.channels * (self.taps + depth)
 
 
 class Update(NamedTuple):

@@ -30,11 +30,7 @@ class ByChunk:
     chunk: int
 
     def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute one chunk after the other, see `Recurrence.scan`: a pass that begins at one has the same bits.
-
-        transformers' functions take several chunks, but Mamba 2's then adds up the states before a chunk in another
-        order.
-        """
+        """Compute one chunk after the other: of several, Mamba 2's function adds up states in another order."""
         outputs, states = [], state.unsqueeze(0)
         for start in range(0, len(inputs[0]), self.chunk):
             output, states = self._scan_chunk(states, [tensor[None, start : start + self.chunk] for tensor in inputs])

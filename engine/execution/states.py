@@ -10,7 +10,7 @@ depend on drafts, on other rows, or on how the tokens came into passes.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
@@ -92,10 +92,6 @@ class RowPlan:
             return token - 1
         return self.num_committed + self.parents[node] if self.parents[node] >= 0 else self.num_committed - 1
 
-    def saved_after(self, place: int) -> list[int]:
-        """Return the slots that get the state after so many tokens of the context."""
-        return [slot for end, slot in self.state.saves if end == place]
-
 
 class _Step(NamedTuple):
     """What happens to the states of a group's rows at one token of each.
@@ -115,6 +111,7 @@ class _Step(NamedTuple):
     saved: list[tuple[int, int]]
 
 
+@dataclass(slots=True)
 class Carried:
     """States that the passes of a draft hand on to each other, while the slots stay as they are.
 
@@ -123,10 +120,10 @@ class Carried:
         inputs, matrices: [rows, taps, channels] and [rows, heads, rows, columns] by layer, in the order of the rows.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows, self.is_full = num_rows, False
-        self.inputs: dict[int, Tensor] = {}
-        self.matrices: dict[int, Tensor] = {}
+    num_rows: int
+    is_full: bool = False
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    matrices: dict[int, Tensor] = field(default_factory=dict)
 
 
 class RowStates:
@@ -148,25 +145,24 @@ class RowStates:
         """
         self._plans, self._width, self._device, self._carried = plans, width, device, carried
         self._members = self._tensor(members)
-        self._continues = carried is not None and carried.is_full
+        self._past = carried if carried is not None and carried.is_full else None
         self._sources = self._tensor([plan.state.source for plan in plans])
         self._slots = self._tensor([plan.state.slot for plan in plans])
         self._folds = self._tensor([plan.state.num_folded for plan in plans])
         self._ends = self._tensor([plan.length if carried else plan.num_committed for plan in plans])
         self._is_tree = any(plan.parents is not None for plan in plans)
         self._fold_steps = [self._fold_step(fold) for fold in range(max(plan.state.num_folded for plan in plans))]
-        self._steps = [self._step(token) for token in range(width)]
+        self._first_step = min(plan.num_scanned for plan in plans)
+        last = max((plan.length for plan in plans if plan.num_scanned < plan.length), default=0)
+        self._steps = [self._step(token) for token in range(self._first_step, last)]
         self._paths: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, kept: LayerStates, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve a group's inputs [rows * width, channels]; see `StateContext.convolve`."""
         tokens = inputs.view(len(self._plans), self._width, -1)
         taps, carried = kept.taps, self._carried
-        window = kept.inputs[self._sources]
-        if carried is not None and self._continues:
-            past = carried.inputs[layer][self._members]
-        else:
-            past = _cut(window, self._folds, taps)
+        window = kept.inputs.index_select(0, self._sources)
+        past = self._past.inputs[layer][self._members] if self._past else _cut(window, self._folds, taps)
         seen = torch.cat([past, tokens.to(past.dtype)], 1)
         output = torch.zeros_like(tokens, dtype=torch.float32)
         for tap in range(taps + 1):  # in this order, whatever the pass
@@ -180,7 +176,7 @@ class RowStates:
             self._save_inputs(kept, window, tokens)
             depth = kept.inputs.shape[1] - taps
             drafts = _cut(F.pad(seen, (0, 0, 0, depth)), self._ends + taps, depth)
-            kept.inputs[self._slots] = torch.cat([last, drafts], 1)
+            kept.inputs.index_copy_(0, self._slots, torch.cat([last, drafts], 1))
         return output.to(inputs.dtype).flatten(0, 1)
 
     def recur(self, layer: int, kept: LayerStates, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
@@ -192,10 +188,9 @@ class RowStates:
             for row, plan in enumerate(self._plans)
             if plan.num_scanned
         ]
-        first = min(plan.num_scanned for plan in self._plans)
-        history, outputs = [state] * (first + 1), []
-        for token in range(first, self._width):
-            step, entry = self._steps[token], [x[:, token] for x in tokens]
+        history, outputs = [state] * (self._first_step + 1), []
+        for token, step in enumerate(self._steps, self._first_step):
+            entry = [x[:, token] for x in tokens]
             if step.before is not None:
                 state = torch.stack([history[end][row] for row, end in enumerate(step.before)])
             update = _masked(recurrence.update(state, entry), step.active)
@@ -206,13 +201,13 @@ class RowStates:
             self._keep(kept, step, state, update)
         if self._carried is not None:
             self._carry(self._carried.matrices, layer, state)
-        return self._joined(outputs, scanned, first)
+        return self._joined(outputs, scanned)
 
     def _first(self, layer: int, kept: LayerStates) -> Tensor:
         """Return the rows' states before their first tokens, [rows, heads, rows, columns]."""
-        if self._carried is not None and self._continues:
-            return self._carried.matrices[layer][self._members]
-        state: Tensor = kept.matrices[self._sources]
+        if self._past is not None:
+            return self._past.matrices[layer].index_select(0, self._members)
+        state = kept.matrices.index_select(0, self._sources)
         for fold, step in enumerate(self._fold_steps):
             update = Update(*(part[self._sources, fold] for part in kept.updates))
             state = updated(state, _masked(update, step.active))
@@ -224,26 +219,25 @@ class RowStates:
     ) -> Tensor:
         """Compute a row's part of its prompt in chunks, put the state after it in place, and return the outputs."""
         plan, outputs, first = self._plans[row], [], 0
-        for end in sorted({*(place - plan.start for place, _ in plan.state.saves), plan.num_scanned}):
+        saves = {place - plan.start: slot for place, slot in plan.state.saves}
+        for end in sorted({*saves, plan.num_scanned}):
             if not first < end <= plan.num_scanned:
                 continue
             output, state[row] = recurrence.scan(state[row], [entry[first:end] for entry in tokens])
             outputs.append(output)
             first = end
-            if self._carried is None:
-                kept.matrices[plan.saved_after(plan.start + end)] = state[row]
+            if self._carried is None and end in saves:
+                kept.matrices[saves[end]] = state[row]
         if self._carried is None and plan.num_scanned == plan.num_committed:
             kept.matrices[plan.state.slot] = state[row]
         return torch.cat(outputs)
 
-    def _joined(self, outputs: Sequence[Tensor], scanned: Sequence[Tensor], first: int) -> Tensor:
-        """Return the outputs of the steps from token `first` on and of the scans, [rows * width, heads, size]."""
+    def _joined(self, outputs: Sequence[Tensor], scanned: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of the steps and of the scans, [rows * width, heads, size]."""
         rows = [row for row, plan in enumerate(self._plans) if plan.num_scanned]
-        if not outputs and len(rows) == 1:
-            return scanned[0]
         like = outputs[0] if outputs else scanned[0]
         joined = like.new_zeros(len(self._plans), self._width, *like.shape[1:])
-        for token, output in enumerate(outputs, first):
+        for token, output in enumerate(outputs, self._first_step):
             joined[:, token] = output
         for row, output in zip(rows, scanned, strict=True):
             joined[row, : len(output)] = output
@@ -255,7 +249,7 @@ class RowStates:
             return
         if step.committed is not None:
             rows, slots = step.committed
-            kept.matrices[slots] = state[rows]
+            kept.matrices.index_copy_(0, slots, state.index_select(0, rows))
         if step.drafted is not None:
             rows, slots, nodes = step.drafted
             for part, new in zip(kept.updates, update, strict=True):
@@ -268,7 +262,7 @@ class RowStates:
         assert self._carried is not None
         if layer not in entries:
             entries[layer] = after.new_zeros(self._carried.num_rows, *after.shape[1:])
-        entries[layer][self._members] = after
+        entries[layer].index_copy_(0, self._members, after)
 
     def _save_inputs(self, kept: LayerStates, window: Tensor, tokens: Tensor) -> None:
         """Write the last inputs before each saved place."""
@@ -290,8 +284,8 @@ class RowStates:
 
     def _fold_step(self, fold: int) -> _Step:
         active = [fold < plan.state.num_folded for plan in self._plans]
-        saved = self._saved([plan.start - plan.state.num_folded + fold + 1 for plan in self._plans], active)
-        return _Step(self._mask(active), None, None, None, saved)
+        counts = [fold + 1 - plan.state.num_folded for plan in self._plans]
+        return _Step(self._mask(active), None, None, None, self._saved(counts, active))
 
     def _step(self, token: int) -> _Step:
         plans = self._plans
@@ -300,19 +294,19 @@ class RowStates:
         ends = [row for row, plan in enumerate(plans) if active[row] and token == plan.num_committed - 1]
         drafts = [row for row, plan in enumerate(plans) if active[row] and token >= plan.num_committed]
         nodes = self._tensor([token - plans[row].num_committed for row in drafts])
-        is_committed = [runs and token < plan.num_committed for plan, runs in zip(plans, active, strict=True)]
         return _Step(
             active=self._mask(active),
             before=None if before == [token] * len(plans) else before,
             committed=(self._tensor(ends), self._slots[ends]) if ends else None,
             drafted=(self._tensor(drafts), self._slots[drafts], nodes) if drafts else None,
-            saved=self._saved([plan.start + token + 1 for plan in plans], is_committed),
+            saved=self._saved([token + 1] * len(plans), active),
         )
 
-    def _saved(self, places: Sequence[int], active: Sequence[bool]) -> list[tuple[int, int]]:
-        """Return the rows whose states are saved at these places, and the slots."""
-        rows = enumerate(zip(self._plans, places, active, strict=True))
-        return [(row, slot) for row, (plan, place, runs) in rows if runs for slot in plan.saved_after(place)]
+    def _saved(self, counts: Sequence[int], active: Sequence[bool]) -> list[tuple[int, int]]:
+        """Return the active rows whose states after so many of their tokens are saved, and the slots."""
+        rows = enumerate(zip(self._plans, counts, active, strict=True))
+        ends = [(row, plan.state.saves, plan.start + count) for row, (plan, count, runs) in rows if runs]
+        return [(row, slot) for row, saves, end in ends for place, slot in saves if place == end]
 
     def _mask(self, active: Sequence[bool]) -> Tensor | None:
         return None if all(active) else self._tensor(active)[:, None, None]

@@ -125,4 +125,5 @@ def head_model(model: CausalLM) -> CausalLM:
     is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
     info = replace(model.info, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
     # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.
-    return replace(model, module=head, head=head, info=info, shard=model.shard if is_shared else None)
+    shard = model.shard if is_shared else None
+    return replace(model, module=head, head=head, info=info, shard=shard, state_shapes=())

@@ -5,8 +5,13 @@ import random
 import pytest
 from transformers import BambaConfig
 
+from engine.config import EngineConfig
 from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.model.draft_cache import DraftCache
+from engine.heads.head import head_model
 from engine.params import SamplingParams
+from tests.engine.heads.cold_starts import KINDS
+from tests.engine.heads.tiny_heads import backend_with_head
 from tests.engine.hybrids import HYBRIDS
 from tests.engine.running import chains, make_engine, run
 from tests.engine.tiny import SIZES, backend_of, save
@@ -35,8 +40,13 @@ REQUESTS = make_requests()
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory):
-    return backend_of(save(BambaConfig(**BAMBA), tmp_path_factory.mktemp("bamba")))
+def path(tmp_path_factory):
+    return save(BambaConfig(**BAMBA), tmp_path_factory.mktemp("bamba"))
+
+
+@pytest.fixture(scope="module")
+def backend(path):
+    return backend_of(path)
 
 
 def engine_of(backend, drafter=None, **settings):
@@ -70,6 +80,20 @@ def test_the_text_is_the_same_whatever_is_drafted_cached_and_preempted(draft, k,
     assert engine.stats.num_prefix_hits > 0
     assert (engine.stats.num_preemptions > 0) == ("num_blocks" in settings)
     assert (engine.stats.num_accepted_tokens > 0) == (draft == "itself") or draft not in ("itself", "none")
+
+
+def test_a_draft_has_the_planned_slots(backend):
+    config = EngineConfig(num_blocks=10, num_states=3, max_num_seqs=8)
+    assert len(DraftCache(backend, config).kv.linear.layers[0].matrices) == 1 + 3
+
+
+@pytest.mark.parametrize(("kind", "method"), [("dflash", "head"), ("eagle3", "head"), ("eagle3", "head_tree")])
+def test_a_head_drafts_without_states_of_its_own(kind, method, path, expected):
+    backend = backend_with_head(path, KINDS[kind]())
+    assert not head_model(backend.model).state_shapes
+    engine = engine_of(backend, drafting=method, num_speculative_tokens=4, num_states=6)
+    assert run(engine, REQUESTS[:3], late=REQUESTS[3:]) == expected
+    assert engine.stats.num_draft_tokens > 0
 
 
 def test_a_lost_memory_changes_no_text(backend, expected):

@@ -1,12 +1,15 @@
 """Bugs of other servers with hybrids and speculation, by their numbers, on a tiny Qwen3-Next."""
 
 import functools
+import shutil
 
 import pytest
 import torch
 
 from engine import SamplingParams
+from tests.engine.grammars import GRAMMARS, matches
 from tests.engine.test_zoo import expected, make_llm, outputs, save_family
+from tests.engine.tokenizers import json_tokenizer
 
 COUNT = 12
 RIGHT = functools.cache(expected)
@@ -56,3 +59,23 @@ def test_sixteen_requests_at_once(path):
     drafted, accepted = llm.stats.num_draft_tokens, llm.stats.num_accepted_tokens
     check(llm, path, prompts)
     assert llm.stats.num_accepted_tokens - accepted > 0.8 * (llm.stats.num_draft_tokens - drafted) > COUNT
+
+
+def test_texts_by_a_grammar(path, tmp_path):
+    """sglang#36537: with speculation, what a grammar makes is broken."""
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    json_tokenizer().save_pretrained(tmp_path)
+    names, prompts = ["json", "json", "regex"], [A, A[:70] + B[:3], B[:5]]
+    params = [
+        SamplingParams(temperature=i / 2, seed=i, max_tokens=90, grammar=GRAMMARS[name]) for i, name in enumerate(names)
+    ]
+    texts = []
+    for settings in ({"drafting": "none"}, {"drafting": "suffix"}, {"drafting": "self", "self_draft_layers": 3}):
+        llm = make_llm(tmp_path, **settings)
+        for _ in range(2):
+            results = [result.outputs[0] for result in llm.generate(prompts, params)]
+            texts.append([result.token_ids for result in results])
+            assert all(matches(name, result.text) for name, result in zip(names, results, strict=True))
+        assert llm.stats.num_prefix_hits >= 128
+        assert llm.stats.num_accepted_tokens > 60 or settings["drafting"] == "none"
+    assert texts == texts[:1] * 6

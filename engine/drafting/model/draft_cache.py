@@ -65,7 +65,7 @@ class DraftCache:
     def __init__(self, backend: Backend, config: EngineConfig, kv: KVTensors | None = None) -> None:
         """Allocate the cache, unless there is one, `kv`, whose blocks others give to requests."""
         assert config.num_blocks is not None
-        num_states = config.max_num_seqs
+        num_states = config.num_states or config.max_num_seqs
         self.kv = kv or backend.allocate_kv(config.num_blocks + 1, config.block_size, num_states + 1)
         self._free_slots = list(range(1, num_states + 1)) if self.kv.linear is not None else []
         self.free_blocks = [] if kv else list(range(1, config.num_blocks + 1))  # padding writes to block 0

@@ -7,7 +7,6 @@ tokens, and apply those that were accepted later, whatever the family.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -30,14 +29,10 @@ class StateShape(NamedTuple):
     groups: int = 0
     decays: int = 1
 
-    @property
-    def update_numbers(self) -> int:
-        """How many numbers a token's update of the matrices has."""
-        return self.heads * (self.decays + self.rows) + self.groups * self.columns
-
     def num_bytes(self, depth: int, itemsize: int) -> int:
         """Return the bytes of a slot that keeps `depth` updates, if the convolution's inputs take `itemsize` each."""
-        matrices = self.heads * self.rows * self.columns + depth * self.update_numbers
+        update = self.heads * (self.decays + self.rows) + self.groups * self.columns
+        matrices = self.heads * self.rows * self.columns + depth * update
         return 4 * matrices + itemsize * self.channels * (self.taps + depth)
 
 
@@ -109,4 +104,4 @@ class StateContext(Protocol):
 def updated(state: Tensor, update: Update) -> Tensor:
     """Return the state [n, heads, rows, columns] after an update."""
     right = update.right.repeat_interleave(state.shape[1] // update.right.shape[1], 1)
-    return torch.addcmul(update.decay.unsqueeze(-1) * state, update.left.unsqueeze(-1), right.unsqueeze(-2))
+    return (update.decay.unsqueeze(-1) * state).addcmul_(update.left.unsqueeze(-1), right.unsqueeze(-2))

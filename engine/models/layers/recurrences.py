@@ -18,8 +18,8 @@ from engine.models.layers.layer_state import Update
 
 
 @dataclass(frozen=True)
-class GatedDelta:
-    """S' = d S + k (x) b (v - (d S)^T k), output S'^T q; inputs q, k, v, log d and b, with one d per head or per row.
+class ByChunk:
+    """A recurrence that transformers computes by chunks.
 
     Attributes:
         by_chunk: transformers' function for many tokens.
@@ -27,6 +27,24 @@ class GatedDelta:
     """
 
     by_chunk: Callable[..., tuple[Tensor, Tensor]]
+    chunk: int
+
+    def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute one chunk after the other: of several, Mamba 2's function adds up states in another order."""
+        outputs, states = [], state.unsqueeze(0)
+        for start in range(0, len(inputs[0]), self.chunk):
+            output, states = self._scan_chunk(states, [tensor[None, start : start + self.chunk] for tensor in inputs])
+            outputs.append(output[0])
+        return torch.cat(outputs), states[0]
+
+    def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GatedDelta(ByChunk):
+    """S' = d S + k (x) b (v - (d S)^T k), output S'^T q; inputs q, k, v, log d and b; d is one per head or row."""
+
     chunk: int = 64
 
     def sizes(self, inputs: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
@@ -40,7 +58,7 @@ class GatedDelta:
         _, key, value, decay, beta = inputs
         key = _unit_vectors(key, state.shape[1])
         factors = decay.float().exp().reshape(*state.shape[:2], -1)
-        known = (state * factors.unsqueeze(-1) * key.unsqueeze(-1)).sum(-2)
+        known = (state * (factors * key).unsqueeze(-1)).sum(-2)
         return Update(factors, key, (value.float() - known) * beta.float().unsqueeze(-1))
 
     def output(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
@@ -49,10 +67,6 @@ class GatedDelta:
         output: Tensor = (state * query.unsqueeze(-1)).sum(-2)
         return output.to(inputs[0].dtype)
 
-    def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the outputs of many tokens, and the state after them; see `Recurrence.scan`."""
-        return _scan(self._scan_chunk, self.chunk, state, inputs)
-
     def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         query, key, value, decay, beta = inputs
         flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
@@ -60,20 +74,16 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(ByChunk):
     """S' = exp(t A) S + t x (x) B, output S' C + D x; inputs x, t before its bias, B and C.
 
     t is softplus(t + bias) within limits, in the model's number format as in transformers; the rest is in float32.
 
     Attributes:
-        by_chunk: transformers' function for many tokens.
-        chunk: tokens that it computes together.
         a, d, bias: [heads].
         limits: the bounds of t.
     """
 
-    by_chunk: Callable[..., tuple[Tensor, Tensor]]
-    chunk: int
     a: Tensor
     d: Tensor
     bias: Tensor
@@ -96,32 +106,11 @@ class Mamba2:
         c = c.float().repeat_interleave(x.shape[1] // c.shape[1], dim=1)
         return (state * c.unsqueeze(-2)).sum(-1) + self.d.float().unsqueeze(-1) * x.float()
 
-    def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the outputs of many tokens, and the state after them; see `Recurrence.scan`."""
-        return _scan(self._scan_chunk, self.chunk, state, inputs)
-
     def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         x, step, b, c = inputs
         given: dict[str, Any] = {"chunk_size": self.chunk, "D": self.d, "dt_bias": self.bias, "dt_limit": self.limits}
         flags = {"dt_softplus": True, "return_final_states": True}
         return self.by_chunk(x, step, self.a, b, c, initial_states=state, **given, **flags)
-
-
-def _scan(
-    scan_chunk: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]],
-    chunk: int,
-    state: Tensor,
-    inputs: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Compute one chunk after the other, so that a pass that begins at one has the same bits, and few of them at once.
-
-    transformers' functions take several chunks, but Mamba 2's then adds up the states before a chunk in another order.
-    """
-    outputs, states = [], state.unsqueeze(0)
-    for start in range(0, len(inputs[0]), chunk):
-        output, states = scan_chunk(states, [tensor[None, start : start + chunk] for tensor in inputs])
-        outputs.append(output[0])
-    return torch.cat(outputs), states[0]
 
 
 def _unit_vectors(vectors: Tensor, heads: int) -> Tensor:

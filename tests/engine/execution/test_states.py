@@ -184,6 +184,21 @@ def test_carried_states_leave_slots_as_they_are() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, (kept.matrices, kept.inputs, *kept.updates), strict=True))
 
 
+def test_there_are_no_steps_for_the_tokens_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, update = [], DeltaRule.update
+
+    def count(rule: DeltaRule, state: Tensor, inputs: Sequence[Tensor]) -> Update:
+        steps.append(state)
+        return update(rule, state, inputs)
+
+    monkeypatch.setattr(DeltaRule, "update", count)
+    monkeypatch.setattr(DeltaRule, "scan", lambda _, state, inputs: (torch.zeros(len(inputs[0]), 4, 2), state))
+    layer = Layer()
+    prompt, text = some_tokens(16), some_tokens(4)
+    layer.run([row(prompt, 0, 16, StateRow(1, 0)), row(text, 3, 3, StateRow(2, 0))])
+    assert len(steps) == 1
+
+
 def test_slot_0_stays_empty_and_freed_slots_do_not_matter() -> None:
     layer = Layer()
     kept = layer.slots

@@ -143,6 +143,11 @@ def test_content_after_a_call_is_not_lost() -> None:
         assert message(parts("mistral", pieces)) == ("", ", and } so on", [("f", '{"a": 1}')])
 
 
+def test_a_call_that_could_be_of_two_forms_is_read_the_same_however_it_is_cut() -> None:
+    answer = '</think><｜tool▁call▁begin｜>function<｜tool▁sep｜>{"a": f\n```json\n{}\n```<｜tool▁call▁end｜>'
+    assert message(parts("deepseek-v3", [answer])) == message(parts("deepseek-v3", [*answer, ""]))
+
+
 def test_constrained_thoughts_begin_where_the_prompt_leaves_them() -> None:
     nemotron = "nemotron: the prompt opens the thoughts after marks that are not known"
     for name, is_open in ((nemotron, True), ("phi4-reasoning", False)):

@@ -1,10 +1,9 @@
 """MessageParser: splits a growing text into content, thoughts and tool calls, which all three APIs write.
 
 transformers' response parser finds where thoughts and calls begin and end, and reads the arguments of calls, by a
-template that is data (`MessageForm`). Where arguments are JSON, they are sent as they come: a call begins where its
-name is known and its arguments open, and stays a call whatever follows, because sent chunks cannot be taken back. Its
-arguments are then the text's own characters, as at OpenAI: wrong or cut ones are sent as they are. Other texts that are
-no calls, or end inside one, are content. The parts do not depend on how the text is cut.
+template that is data (`MessageForm`). Where arguments are JSON, they are sent as they come, wrong or cut ones, too: a
+call begins where its arguments open, and stays one, because sent chunks cannot be taken back. Other texts that are no
+calls, or end inside one, are content. The parts do not depend on how the text is cut.
 """
 
 import hashlib
@@ -227,29 +226,28 @@ class MessageParser:
             self._parts.append(kind(text))
 
 
+@dataclass(slots=True)
 class ObjectEnd:
-    """Finds the end of a JSON object in a text that comes in pieces."""
+    """Finds the end of a JSON object, of which `depth` brackets are open, in a text that comes in pieces."""
 
-    def __init__(self, depth: int = 0) -> None:
-        """Start before the object, or inside `depth` open brackets."""
-        self._depth = depth
-        self._position = 0
-        self._is_string = False
+    depth: int = 0
+    position: int = 0
+    is_string: bool = False
 
     def find(self, text: str) -> int | None:
         """Return where the object ends in the next piece of text, or where a tag inside it begins; else None."""
-        while mark := _MARK.search(text, self._position):
-            self._position = mark.end()
-            if self._is_string:
-                self._is_string = mark[0] != '"'
-                self._position += mark[0] == "\\"  # the escaped character
+        while mark := _MARK.search(text, self.position):
+            self.position = mark.end()
+            if self.is_string:
+                self.is_string = mark[0] != '"'
+                self.position += mark[0] == "\\"  # the escaped character
             elif mark[0] == "<":
                 return mark.start()
             elif mark[0] == '"':
-                self._is_string = True
+                self.is_string = True
             elif mark[0] != "\\":
-                self._depth += 1 if mark[0] in "{[" else -1
-                if self._depth == 0:
+                self.depth += 1 if mark[0] in "{[" else -1
+                if self.depth == 0:
                     return mark.end()
-        self._position = max(self._position - len(text), 0)
+        self.position = max(self.position - len(text), 0)
         return None

@@ -90,8 +90,7 @@ class Thoughts:
         other tokens but those of `ends`; else they hold no special token.
         """
         sources = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-        name = sources[0].get("name") or "text"
-        sources[0]["name"] = name
+        name = sources[0].setdefault("name", "text")
         if marks := [mark for mark in self.token_ids if mark in self.closing]:
             first = min(marks, key=self.closing.index)
             others = ",".join(map(str, sorted({*ends, self.token_ids[first]})))

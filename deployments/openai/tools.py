@@ -202,12 +202,11 @@ def required_call(
     if choice == "auto":
         return None
     name = choice.function.name if isinstance(choice, ToolChoice) else None
-    required = [tool for tool in tools if name in (None, tool.function.name)]
+    required, is_parallel = [tool for tool in tools if name in (None, tool.function.name)], is_parallel and name is None
     if not required:
         raise RequestError(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
     if form is None:
         raise RequestError("tool_choice requires a call, for which this model's form has no grammar", "tool_choice")
-    is_parallel = is_parallel and choice == "required"
     return GrammarSource(
         "tools", [tool.model_dump() for tool in required], lambda: form.grammar(required, parallel=is_parallel)
     )

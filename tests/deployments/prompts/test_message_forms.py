@@ -144,7 +144,7 @@ def test_content_after_a_call_is_not_lost() -> None:
 
 
 def test_a_call_that_could_be_of_two_forms_is_read_the_same_however_it_is_cut() -> None:
-    answer = '</think><｜tool▁call▁begin｜>function<｜tool▁sep｜>{"a": f\n```json\n{}\n```<｜tool▁call▁end｜>'
+    answer = FAMILIES["deepseek-v3"].answer.replace("get_weather", '{"a": get_weather', 1)
     assert message(parts("deepseek-v3", [answer])) == message(parts("deepseek-v3", [*answer, ""]))
 
 

@@ -141,8 +141,7 @@ class MessageForm:
 
     def begun(self, prompt: str) -> str:
         """Return how much of the answer a prompt's end holds already, such as what opens the thoughts."""
-        has_anchor = self.loaded.start_anchor_re.search(prompt) is not None
-        begun = self.loaded.truncate_past_last_anchor(prompt) if has_anchor else ""
+        begun = self.loaded.truncate_past_last_anchor(prompt) if self.loaded.start_anchor_re.search(prompt) else ""
         return begun if begun.strip() else ""
 
     def thoughts_after(self, prompt: str) -> Thoughts | None:

@@ -1,6 +1,5 @@
 """/v1/chat/completions: its request, its body and chunks, and their writer."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -105,8 +104,6 @@ class ChatWriter(Writer):
     prompt_end: str = ""
     """May hold the beginning of the answer."""
     parsers: dict[int, MessageParser] = field(default_factory=dict, init=False)
-    num_calls: Counter[int] = field(default_factory=Counter, init=False)
-    """Calls that have begun, by choice."""
 
     def opening(self) -> str:
         """Return the chunk that says who speaks, one per choice."""
@@ -176,9 +173,7 @@ class ChatWriter(Writer):
                 calls_only=self.request.tool_choice not in (None, "auto", "none"),
                 id_basis=f"{self.reply.id}/{choice.index}",  # the same where a stream is continued
             )
-        parts = self.parsers[choice.index].feed(text, is_last=is_last)
-        self.num_calls[choice.index] += sum(isinstance(part, CallStart) for part in parts)
-        return parts
+        return self.parsers[choice.index].feed(text, is_last=is_last)
 
     def _message(self, choice: Choice) -> AnswerMessage:
         texts: dict[type[Part], str] = {Content: "", Reasoning: ""}
@@ -199,10 +194,9 @@ class ChatWriter(Writer):
 
     def _finish_reason(self, choice: Choice) -> FinishReason | None:
         """Return why an answer ended: `tool_calls`, but `stop` where the client named the function, as OpenAI does."""
+        has_calls = choice.index in self.parsers and self.parsers[choice.index].num_calls
         is_named = isinstance(self.request.tool_choice, ToolChoice)
-        if choice.finish_reason == "stop" and self.num_calls[choice.index] and not is_named:
-            return "tool_calls"
-        return choice.finish_reason
+        return "tool_calls" if choice.finish_reason == "stop" and has_calls and not is_named else choice.finish_reason
 
     def _event(self, choices: list[dict[str, Any]], **fields: Any) -> str:
         return event({**self.common_fields("chat.completion.chunk"), "choices": choices, **fields})

@@ -131,6 +131,7 @@ def conversation(items: Sequence[Item]) -> list[ChatMessage]:
         match item:
             case InputReasoning():
                 thoughts = "".join(part.text for part in item.content or ()) or None
+                continue
             case InputMessage():
                 messages.append(message_of(item.role, _text(item.content)))
             case InputCallResult():
@@ -144,10 +145,9 @@ def conversation(items: Sequence[Item]) -> list[ChatMessage]:
                     messages[-1] = last.model_copy(update={"tool_calls": calls})
                 else:
                     messages.append(AssistantMessage(role="assistant", tool_calls=[call]))
-        if not isinstance(item, InputReasoning):
-            if thoughts is not None and isinstance(messages[-1], AssistantMessage):
-                messages[-1] = messages[-1].model_copy(update={"reasoning_content": thoughts})
-            thoughts = None
+        if thoughts is not None and isinstance(messages[-1], AssistantMessage):
+            messages[-1] = messages[-1].model_copy(update={"reasoning_content": thoughts})
+        thoughts = None
     return messages
 
 

@@ -1,14 +1,14 @@
 """/v1/responses: its body, its events, and ResponsesWriter, which turns a chat completion into them."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 from deployments.openai.chat import ChatWriter
 from deployments.openai.logprobs import TokenLogprob, chat_logprobs
-from deployments.openai.message_parts import CallArguments, CallStart, Part, Reasoning
+from deployments.openai.message_parts import CallArguments, CallStart, Content, Part, Reasoning
 from deployments.openai.responses_request import ResponsesRequest
 from deployments.openai.tools import THOUGHTS
 from deployments.openai.types import ResponseModel, to_json
@@ -167,53 +167,43 @@ class ResponsesWriter(ChatWriter):
         last = self.items[-1] if self.items else None
         match part:
             case CallStart():
-                return self._end_item("completed") + self._begin_call(part)
+                return self._begin(OutputCall, "fc", "function_call", call_id=part.id, name=part.name, arguments="")
             case CallArguments():
                 assert isinstance(last, OutputCall)
                 last.arguments += part.text
                 return self._named_event("response.function_call_arguments.delta", **self._location, delta=part.text)
+            case Reasoning() if not isinstance(last, OutputReasoning):
+                thoughts = ReasoningText(type="reasoning_text", text="")
+                begun = self._begin(OutputReasoning, "rs", "reasoning", thoughts, summary=[])
+            case Content() if not isinstance(last, OutputMessage):
+                begun = self._begin_message()
             case _:
-                kind = OutputReasoning if isinstance(part, Reasoning) else OutputMessage
-                begun = "" if isinstance(last, kind) else self._end_item("completed") + self._begin_item(kind)
-                return begun + self._add_text(part.text)
+                begun = ""
+        return begun + self._add_text(part.text)
 
-    def _begin_item(self, kind: type[OutputMessage] | type[OutputReasoning]) -> str:
-        """Return the events that begin thoughts or a message."""
-        if kind is OutputReasoning:
-            self.items.append(
-                OutputReasoning(id=self._item_id("rs"), type="reasoning", summary=[], status="in_progress", content=[])
-            )
-            text: OutputText | ReasoningText = ReasoningText(type="reasoning_text", text="")
-        else:
-            self.logprobs = self.logprobs[self._num_thoughts([token.token for token in self.logprobs]) :]
-            self.items.append(
-                OutputMessage(
-                    id=self._item_id("msg"), type="message", role="assistant", status="in_progress", content=[]
-                )
-            )
-            text = OutputText(type="output_text", text="", annotations=[], logprobs=[])
-        item: Any = self.items[-1]
-        added = self._named_event("response.output_item.added", item=item, output_index=len(self.items) - 1)
+    def _begin_message(self) -> str:
+        num_thoughts = self._num_thoughts(lambda: [token.token for token in self.logprobs])
+        self.logprobs = self.logprobs[num_thoughts:]
+        text = OutputText(type="output_text", text="", annotations=[], logprobs=[])
+        return self._begin(OutputMessage, "msg", "message", text, role="assistant")
+
+    def _begin(self, kind: type[OutputItem], prefix: str, type: str, text: Any = None, **fields: Any) -> str:
+        """Return the events that end the last item and begin another."""
+        ended = self._end_item("completed")
+        id = f"{prefix}_{self.reply.id.removeprefix('resp_')}_{len(self.items)}"
+        item: Any = kind(id=id, type=type, status="in_progress", **fields, **({"content": []} if text else {}))
+        self.items.append(item)
+        begun = ended + self._named_event("response.output_item.added", item=item, output_index=len(self.items) - 1)
+        if text is None:
+            return begun
         item.content = [text]
-        return added + self._named_event("response.content_part.added", part=text, **self._location, content_index=0)
+        return begun + self._named_event("response.content_part.added", part=text, **self._location, content_index=0)
 
-    def _begin_call(self, start: CallStart) -> str:
-        call = OutputCall(
-            id=self._item_id("fc"),
-            type="function_call",
-            call_id=start.id,
-            name=start.name,
-            arguments="",
-            status="in_progress",
-        )
-        self.items.append(call)
-        return self._named_event("response.output_item.added", item=call, output_index=len(self.items) - 1)
-
-    def _num_thoughts(self, texts: Sequence[str]) -> int:
+    def _num_thoughts(self, texts_of: Callable[[], Sequence[str]]) -> int:
         """Return how many of the answer's first tokens, of which these are the texts, are thoughts or their marks."""
         if self.form is None or not any(isinstance(item, OutputReasoning) for item in self.items):
             return 0
-        fields = self.form.loaded.fields
+        fields, texts = self.form.loaded.fields, texts_of()
         closing = next(fields[name].close_re for name in THOUGHTS if name in fields)
         closed = closing.search("".join(texts)) if closing else None
         return bisect_left(list(accumulate(map(len, texts))), closed.end()) + 1 if closed else len(texts)
@@ -223,16 +213,15 @@ class ResponsesWriter(ChatWriter):
         assert not isinstance(item, OutputCall)
         part = item.content[0]
         part.text += text
-        if isinstance(part, ReasoningText):
-            return self._named_event("response.reasoning_text.delta", **self._location, content_index=0, delta=text)
-        logprobs, self.logprobs = self.logprobs, []
-        part.logprobs += logprobs
-        fields = {**self._location, "content_index": 0, "delta": text, "logprobs": logprobs}
-        return self._named_event("response.output_text.delta", **fields)
+        fields = {**self._location, "content_index": 0, "delta": text}
+        if isinstance(part, OutputText):
+            fields["logprobs"], self.logprobs = self.logprobs, []
+            part.logprobs += fields["logprobs"]
+        return self._named_event(f"response.{part.type}.delta", **fields)
 
     def _finish(self) -> str:
         """End the last item, or an empty message if there is none."""
-        start = "" if self.items else self._begin_item(OutputMessage)
+        start = "" if self.items else self._begin_message()
         return start + self._end_item(self._status)
 
     def _end_item(self, status: Status) -> str:
@@ -240,23 +229,17 @@ class ResponsesWriter(ChatWriter):
             return ""
         item = self.items[-1]
         item.status = status
-        if isinstance(item, OutputReasoning):
-            location, thoughts = {**self._location, "content_index": 0}, item.content[0]
-            ends = self._named_event("response.reasoning_text.done", **location, text=thoughts.text)
-            ends += self._named_event("response.content_part.done", part=thoughts, **location)
-        elif isinstance(item, OutputMessage):
-            location, part = {**self._location, "content_index": 0}, item.content[0]
-            part.logprobs += self.logprobs  # of tokens that had no text
-            self.logprobs = []
-            ends = self._named_event("response.output_text.done", **location, text=part.text, logprobs=part.logprobs)
-            ends += self._named_event("response.content_part.done", part=part, **location)
-        else:
+        if isinstance(item, OutputCall):
             done = "response.function_call_arguments.done"
             ends = self._named_event(done, **self._location, arguments=item.arguments)
+        else:
+            location, part, scores = {**self._location, "content_index": 0}, item.content[0], {}
+            if isinstance(part, OutputText):
+                part.logprobs += self.logprobs  # of tokens that had no text
+                self.logprobs, scores = [], {"logprobs": part.logprobs}
+            ends = self._named_event(f"response.{part.type}.done", **location, text=part.text, **scores)
+            ends += self._named_event("response.content_part.done", part=part, **location)
         return ends + self._named_event("response.output_item.done", item=item, output_index=len(self.items) - 1)
-
-    def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self.reply.id.removeprefix('resp_')}_{len(self.items)}"
 
     def _response(self, status: Status) -> Response:
         request, has_ended, usage = self.responses_request, status != "in_progress", self.usage()
@@ -265,13 +248,12 @@ class ResponsesWriter(ChatWriter):
             shown = request.text.format
             text_format = {"type": shown.type, **shown.model_dump(by_alias=True, exclude_none=True)}
         choice, tools = request.tool_choice or "auto", request.tools or []
+        num_thoughts = self._num_thoughts(lambda: self.reply.token_texts(self.choices[0].token_ids))
         response_usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=usage.prompt_tokens_details,
             output_tokens=usage.completion_tokens,
-            output_tokens_details={
-                "reasoning_tokens": self._num_thoughts(self.reply.token_texts(self.choices[0].token_ids))
-            },
+            output_tokens_details={"reasoning_tokens": num_thoughts},
             total_tokens=usage.total_tokens,
         )
         return Response(

@@ -90,10 +90,8 @@ class Thoughts:
         other tokens but those of `ends`; else they hold no special token.
         """
         sources = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-        name = sources[0].get("name") or "text"
-        sources[0]["name"] = name
-        marks = [mark for mark in self.token_ids if mark in self.closing]
-        if marks:
+        name = sources[0].setdefault("name", "text")
+        if marks := [mark for mark in self.token_ids if mark in self.closing]:
             first = min(marks, key=self.closing.index)
             others = ",".join(map(str, sorted({*ends, self.token_ids[first]})))
             closing = literal(self.closing[self.closing.index(first) :], self.token_ids)

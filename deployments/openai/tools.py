@@ -86,14 +86,13 @@ class PastCall(OfFunctions):
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a required call is written: a JSON object between two tags, with the model's word for `arguments`.
+    """How required calls are written: a JSON object after `start`, before `end`, and between calls a `separator`."""
 
-    Without an end tag, there is no start tag either.
-    """
-
-    start_tag: str
-    end_tag: str
+    start: str
+    end: str
+    separator: str
     arguments: str
+    """The model's word for them."""
     token_ids: Mapping[str, int] | None = None
     """The texts that are tokens of their own."""
 
@@ -102,12 +101,10 @@ class ToolForm:
 
         Schemas are embedded whole, so that references inside them resolve.
         """
-        call, separator = "call", "; "
-        if self.end_tag:
-            start, end = (literal(tag, self.token_ids) for tag in (f"{self.start_tag}\n", f"\n{self.end_tag}"))
-            call, separator = f"{start} call {end}", r"\n"
-        start = f'start: {call} ("{separator}" {call})*' if parallel else f"start: {call}"
-        lines = [start, "call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
+        start, end, separator = (literal(text, self.token_ids) for text in (self.start, self.end, self.separator))
+        more = f" ({separator} {start} call {end})*" if parallel else ""
+        calls = " | ".join(f"call{i}" for i in range(len(tools)))
+        lines = [f"start: {start} call {end}{more}", f"call: {calls}"]
         for i, tool in enumerate(tools):
             parameters = tool.function.parameters or {"properties": {}, "additionalProperties": False}
             schema = {"type": "object", **parameters, "x-guidance": JSON_OPTIONS}
@@ -137,22 +134,14 @@ class MessageForm:
     mark_token_ids: tuple[int, ...] = ()
     thoughts: Thoughts | None = None
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the model can call."""
-        return CALLS in self.template["fields"]
-
     @cached_property
     def loaded(self) -> "ResponseTemplate":
         """The template, as transformers compiles it; raises ValueError if it is none."""
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        return load_response_template(self.template)
+        return _load(self.template)
 
     def begun(self, prompt: str) -> str:
         """Return how much of the answer a prompt's end holds already, such as what opens the thoughts."""
-        has_anchor = self.loaded.start_anchor_re.search(prompt) is not None
-        begun = self.loaded.truncate_past_last_anchor(prompt) if has_anchor else ""
+        begun = self.loaded.truncate_past_last_anchor(prompt) if self.loaded.start_anchor_re.search(prompt) else ""
         return begun if begun.strip() else ""
 
     def thoughts_after(self, prompt: str) -> Thoughts | None:
@@ -167,10 +156,8 @@ class MessageForm:
     @cached_property
     def head_pattern(self) -> Any:
         """The compiled `head`, as transformers compiles patterns; None without one."""
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
         template = {"start_anchor_pattern": self.head, "fields": {"content": {}}}
-        return load_response_template(template).start_anchor_re if self.head else None
+        return _load(template).start_anchor_re if self.head else None
 
     @cached_property
     def streaming(self) -> "tuple[ResponseTemplate, ResponseTemplate]":
@@ -179,15 +166,13 @@ class MessageForm:
         All fields are plain text, so none fails. A call begins before its markup and does not end, so all its text
         arrives in one field.
         """
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
         plain = {"content": "text", "content_args": {"strip": False}}
         fields: dict[str, Any] = {}
         for name, field in self.template["fields"].items():
             ends = {key: field[key] for key in ("open", "close", "open_pattern", "close_pattern") if key in field}
             fields[name] = plain | {key: _unnamed(end) if "pattern" in key else end for key, end in ends.items()}
         anchor = {key: value for key, value in self.template.items() if key.startswith("start_anchor")}
-        without = load_response_template({**anchor, "fields": {name: fields[name] for name in fields if name != CALLS}})
+        without = _load({**anchor, "fields": {name: fields[name] for name in fields if name != CALLS}})
         if CALLS not in fields:
             return without, without
         start = _unnamed(self.loaded.fields[CALLS].open_re.pattern)
@@ -195,7 +180,7 @@ class MessageForm:
         # What ends or is left out of content is no part of a call's markup.
         if (name := self.loaded.implicit) is not None and (ending := self.loaded.fields[name].close_re) is not None:
             fields[name] = plain | {"close_pattern": f"(?!{start})(?:{_unnamed(ending.pattern)})"}
-        return without, load_response_template({**anchor, "fields": fields})
+        return without, _load({**anchor, "fields": fields})
 
 
 def required_call(
@@ -213,21 +198,23 @@ def required_call(
         return None
     if tools is None or (not tools and choice != "auto"):
         raise RequestError("tool_choice is only allowed with tools", "tool_choice")
-    if isinstance(choice, ToolChoice):
-        name = choice.function.name
-        required = [tool for tool in tools if tool.function.name == name]
-        if not required:
-            raise RequestError(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
-    else:
-        required = list(tools) if choice == "required" else []
-    if not required:
+    if choice == "auto":
         return None
+    name = choice.function.name if isinstance(choice, ToolChoice) else None
+    required, is_parallel = [tool for tool in tools if name in (None, tool.function.name)], is_parallel and name is None
+    if not required:
+        raise RequestError(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
     if form is None:
         raise RequestError("tool_choice requires a call, for which this model's form has no grammar", "tool_choice")
-    is_parallel = is_parallel and choice == "required"
     return GrammarSource(
         "tools", [tool.model_dump() for tool in required], lambda: form.grammar(required, parallel=is_parallel)
     )
+
+
+def _load(template: dict[str, Any]) -> "ResponseTemplate":
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(template)
 
 
 def _unnamed(pattern: str) -> str:

@@ -97,6 +97,8 @@ class ChatTemplate:
                     entry["reasoning_content"] = self._harmless(tokenizer, message.reasoning_content, stand_ins)
                 if message.tool_calls:
                     entry["tool_calls"] = [_past_call(call) for call in message.tool_calls]
+                    if message.text():  # else the template may get the thoughts by this name, too, and refuse both
+                        entry["thinking"] = ""
                     self._check_plain(tokenizer, entry["tool_calls"], "messages")
         return entry
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.conversation_fields import AssistantMessage, ChatMessage, ToolMessage, text_of
 from deployments.openai.sampling_fields import Prediction
+from deployments.openai.tools import CALLS
 from deployments.prompts.conversation import ChatTemplate
 from deployments.prompts.message_forms import form_of
 from deployments.prompts.tokenization import TokenizeRequest
@@ -79,7 +80,7 @@ class PromptEncoder:
         variables, messages = request.template_variables(), request.messages or []
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        if request.offered_tools and not (self.form and self.form.takes_tools):
+        if request.offered_tools and not (self.form and CALLS in self.form.template["fields"]):
             raise RequestError("this model's chat template takes no tools, or in an unknown form", "tools")
         sizes = {
             "messages": sum(map(_num_chars, messages)),

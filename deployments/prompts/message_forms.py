@@ -28,32 +28,30 @@ def form_of(tokenizer: "PreTrainedTokenizerFast") -> MessageForm | None:
     known, takes_tools = _known(), re.search(r"\btools\b", chat_template)
     thoughts = _first(known["thoughts"], chat_template)
     calls = _first(known["calls"], chat_template) if takes_tools else {}
-    dropped = "|".join(way["dropped"] for way in (thoughts, calls) if "dropped" in way)
-    fields = {"reasoning_content": thoughts.get("field"), CALLS: calls.get("field")}
-    template = {
-        "start_anchor_pattern": known["start_anchor_pattern"],
-        "fields": {name: field for name, field in fields.items() if field},
+    own = _own_template(tokenizer)
+    known_fields = {"reasoning_content": thoughts.get("field"), CALLS: calls.get("field")}
+    template = own or {"start_anchor_pattern": known["start_anchor_pattern"], "fields": known_fields}
+    fields: dict[str, Any] = {
+        name: field for name, field in template["fields"].items() if field and (takes_tools or name != CALLS)
     }
-    if own := _own_template(tokenizer):
-        fields = {name: field for name, field in own["fields"].items() if takes_tools or name != CALLS}
-        template = {**own, "fields": fields}
-    if not template["fields"]:
+    if not fields:
         return None
-    text = json.dumps([template["fields"], dropped], ensure_ascii=False).replace("\\", "")
+    dropped = "|".join(way["dropped"] for way in (thoughts, calls) if "dropped" in way)
+    text = json.dumps([fields, dropped], ensure_ascii=False).replace("\\", "")
     marks = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.content in text}
     if own and calls and calls["field"].get("open", "?") not in text:
         calls = {}  # the template may read calls of another form
     if not own:
         dropped = dropped or "|".join(re.escape(token.content) for token in marks.values() if token.special)
-        template["fields"]["content"] = {"content": "text", **({"close_pattern": dropped} if dropped else {})}
-    field: dict[str, Any] = next((template["fields"][name] for name in THOUGHTS if name in template["fields"]), {})
+        fields["content"] = {"content": "text", **({"close_pattern": dropped} if dropped else {})}
+    field: dict[str, Any] = next((fields[name] for name in THOUGHTS if name in fields), {})
     delimiters = thoughts.get("thoughts") if field else None
     if isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
         delimiters = {"opening": field["open"], "closing": field["close"]}
     ids = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
     form = ToolForm(**calls["tool_form"], token_ids=ids) if "tool_form" in calls else None
     ways = Thoughts(**delimiters, token_ids=ids) if delimiters else None
-    return MessageForm(template, calls.get("head", ""), form, tuple(marks), ways)
+    return MessageForm({**template, "fields": fields}, calls.get("head", ""), form, tuple(marks), ways)
 
 
 def _own_template(tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any] | None:

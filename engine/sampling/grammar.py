@@ -71,13 +71,11 @@ def from_choice(texts: Sequence[str]) -> str:
 
 def literal(text: str, token_ids: Mapping[str, int] | None = None) -> str:
     """Return Lark's notation of a text, in which the strings among `token_ids` are these tokens, and not text."""
-    token_ids = token_ids or {}
-    tokens = "|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or "(?!)"
+    ids = token_ids or {}
+    tokens = "|".join(map(re.escape, sorted(ids, key=len, reverse=True))) or "(?!)"
     # A Lark literal is one of JSON with DEL escaped, too.
     return " ".join(
-        f"<[{token_ids[part]}]>"
-        if part in token_ids
-        else json.dumps(part, ensure_ascii=False).replace("\x7f", "\\u007f")
+        f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False).replace("\x7f", "\\u007f")
         for part in re.split(f"({tokens})", text)
         if part or not text
     )

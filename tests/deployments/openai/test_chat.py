@@ -1,6 +1,7 @@
 """/v1/chat/completions through HTTP: a conversation and its answer."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_a_call_has_an_id_of_its_own_that_depends_on_the_answer_alone() -> None:
         ids.append([piece.id for piece in pieces if isinstance(piece, CallStart)])
     assert ids[0] == ids[1]
     assert len({*ids[0], *ids[2]}) == 4
+    assert all(re.fullmatch("[a-z0-9]{9}", call_id) for call_id in ids[0])  # Mistral's templates refuse all others
 
 
 ANSWER = '<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

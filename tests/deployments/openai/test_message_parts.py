@@ -62,6 +62,10 @@ HERMES_TEXTS = [
         '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
         [],
     ),
+    *(
+        (call := f'<tool_call>{{"arguments": {{"a": {value}}}, "name": "f"}}</tool_call>', call, [])
+        for value in ("NaN", '"\\ud800"')  # no JSON, no text
+    ),
     ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
     (f"<tool_call>{ONE}", "<tool_call>", [F]),
     # What a limit cuts, or a model gets wrong, once it has begun.

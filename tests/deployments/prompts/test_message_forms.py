@@ -127,6 +127,35 @@ def test_a_call_that_is_none_is_content_as_it_is(name: str, answer: str) -> None
         assert (thoughts, content.removeprefix("</think>"), calls) == ("", answer.removeprefix("</think>"), [])
 
 
+@pytest.mark.parametrize("begun", ["a <tool_", "<", "<think>Hm \n", "<think>\n", "<think>a</think>\n", "x<tool_call>{"])
+def test_text_of_the_prompt_is_not_said_again(begun: str) -> None:
+    """Though it could begin a mark."""
+    pieces = ["\nb", " c"]
+    parser = MessageParser(FORMS["qwen3"], prompt=f"<|im_start|>assistant\n{begun}", tools=TOOLS)
+    thoughts, content, _ = message([parser.feed(piece, is_last=piece == pieces[-1]) for piece in pieces])
+    said = "b c" if begun.endswith(">\n") else "\nb c"
+    assert (thoughts, content) == ((said, "") if begun.startswith("<think>") and "</" not in begun else ("", said))
+
+
+def test_content_after_a_call_is_not_lost() -> None:
+    call = '[TOOL_CALLS]f[ARGS]{"a": 1}'
+    for pieces in ([f"{call}, and }} so on"], [*f"{call}, and }} so on", ""]):
+        assert message(parts("mistral", pieces)) == ("", ", and } so on", [("f", '{"a": 1}')])
+
+
+def test_a_call_that_could_be_of_two_forms_is_read_the_same_however_it_is_cut() -> None:
+    answer = FAMILIES["deepseek-v3"].answer.replace("get_weather", '{"a": get_weather', 1)
+    assert message(parts("deepseek-v3", [answer])) == message(parts("deepseek-v3", [*answer, ""]))
+
+
+def test_constrained_thoughts_begin_where_the_prompt_leaves_them() -> None:
+    nemotron = "nemotron: the prompt opens the thoughts after marks that are not known"
+    for name, is_open in ((nemotron, True), ("phi4-reasoning", False)):
+        thoughts = FORMS[name].thoughts_after(FAMILIES[name].prompt)
+        assert thoughts is not None
+        assert thoughts.is_open == is_open
+
+
 def test_without_tools_calls_are_content() -> None:
     call = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
     parser = MessageParser(FORMS["qwen3.5"])
@@ -138,7 +167,7 @@ def test_a_template_that_says_nothing_known_has_no_form() -> None:
     assert form_of(templates.tokenizer_of(None)) is None
     known = form_of(templates.tokenizer_of("<tool_call></think>"))
     assert known is not None
-    assert not known.takes_tools
+    assert "tool_calls" not in known.template["fields"]
 
 
 OWN: Any = {

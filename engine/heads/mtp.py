@@ -9,7 +9,6 @@ second token. Of several such layers, the first drafts every token: what others 
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,12 +40,8 @@ class MtpHead(Head):
     """Drafts one token a pass; its weights are on the meta device until they are loaded."""
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
-        layers, dtype = copy.deepcopy(config.layers), torch.get_default_dtype()
-        layers.num_hidden_layers, layers.first_k_dense_replace = 1, 0
-        for name in ("layer_types", "mlp_layer_types"):
-            if kinds := getattr(layers, f"mtp_{name}", None) or (getattr(layers, name, None) or [])[-1:]:
-                setattr(layers, name, kinds[:1])
-        super().__init__(replace(config, layers=layers), embed_tokens, lm_head, first_layer)
+        super().__init__(config, embed_tokens, lm_head, first_layer)
+        layers, dtype = config.layers, torch.get_default_dtype()
         model: Any = on_meta(layers, attn_implementation=ATTENTION_NAME, dtype=dtype)
         decoder = model.get_decoder()
         self.enorm, self.hnorm, self.norm = (copy.deepcopy(decoder.norm) for _ in range(3))

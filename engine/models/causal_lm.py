@@ -17,6 +17,7 @@ from transformers import (
 
 from engine.config import ModelInfo
 from engine.errors import ModelError
+from engine.models.layers.experts import num_packed_weights
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
@@ -190,6 +191,16 @@ def holds_attention_whole(config: PreTrainedConfig) -> bool:
     """Return whether every rank attends with all heads: a norm over all of them follows the projections."""
     plan = config.base_model_tp_plan or {}
     return any(style == "colwise_gather_output" and "self_attn" in name for name, style in plan.items())
+
+
+def num_weights(module: nn.Module) -> int:
+    """Return how many weights a module has, packed and quantised ones included, and their scales not."""
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "in_features")]
+    counted = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    others = [parameter for parameter in module.parameters() if id(parameter) not in counted]
+    num_products: int = sum(layer.in_features * layer.out_features for layer in layers)
+    return num_products + num_packed_weights(module) + sum(tensor.numel() for tensor in (*biases, *others))
 
 
 def forward(

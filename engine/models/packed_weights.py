@@ -20,7 +20,8 @@ from engine.models.weights import FileNames, assign, mapped_tensors, read, uploa
 
 logger = logging.getLogger(__name__)
 
-_PACKED = (torch.uint8, torch.int32, torch.int8, torch.float8_e4m3fn)
+PACKED = (torch.uint8, torch.int32, torch.int8, torch.float8_e4m3fn)
+"""Number formats of weights that are saved quantised."""
 MakeLayer = Callable[[nn.Linear, Tensor, Tensor, Tensor | None, Tensor | None], QuantizedLinear]
 """Makes a layer of a rank's values, scales, bias and zeros, in the place of another."""
 
@@ -49,7 +50,7 @@ def load_packed(
         name = names.parameter(target)
         if is_part and form is not None and name in parameters:
             layers[key] = layer, form
-        is_unknown = not is_part and (kind in kinds or tensor.dtype in _PACKED) and name.rpartition(".")[0] in modules
+        is_unknown = not is_part and (kind in kinds or tensor.dtype in PACKED) and name.rpartition(".")[0] in modules
         if is_unknown or (name in parameters and not names.part(target, parameters[name]).numel()):
             if world_size > 1 or saved in ("awq", "gptq"):
                 raise ModelError(f"{source.path}: {key} is of no layout of {saved} that is served")
@@ -89,7 +90,7 @@ def load_packed(
 
 def _is_stored(stored: dict[str, Tensor], layer: str, form: PackedFormat) -> bool:
     weight = stored.get(f"{layer}.{form.weight}")
-    return weight is not None and weight.dtype in _PACKED[1:] and f"{layer}.{form.scales}" in stored
+    return weight is not None and weight.dtype in PACKED[1:] and f"{layer}.{form.scales}" in stored
 
 
 def _own(name: str, part: Tensor, rank: int, world_size: int, tensor: Tensor, num_inputs: int = 1) -> Tensor:

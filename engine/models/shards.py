@@ -21,7 +21,7 @@ from engine.models.layers.experts import group_experts, pack_experts, slice_expe
 from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.layers.linear_layers import has_state
 from engine.models.layers.packed_formats import FORMATS, saved_format
-from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
+from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, linear_layers, on_meta
 from engine.models.layers.reducer import register, sum_output, sum_over_ranks
 from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
@@ -56,8 +56,8 @@ _MORE: Mapping[str, Mapping[str, str]] = {  # what plans in transformers lack, b
 }
 
 
-class RowLinear(nn.Linear):
-    """A linear layer over a slice of its inputs, whose partial products are summed over the ranks in float32.
+class _Summed(nn.Module):
+    """A layer over a slice of its inputs, whose partial products are summed over the ranks in float32.
 
     Attributes:
         reducer_key: None if its results are summed with others; they are partial then.
@@ -65,30 +65,25 @@ class RowLinear(nn.Linear):
 
     reducer_key: int | None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
-        return _sum(self, x)
+        total: Tensor = self.partial(x)
+        if self.reducer_key is None:
+            return total
+        total = sum_over_ranks(total, self.reducer_key).to(x.dtype)
+        return total if self.bias is None else total + self.bias
+
+
+class RowLinear(_Summed, nn.Linear):
+    """A linear layer of floats."""
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
         return F.linear(x, self.weight).float()
 
 
-class QuantizedRowLinear(QuantizedLinear):
+class QuantizedRowLinear(_Summed, QuantizedLinear):
     """The same with quantised weights, whose scales are those of all inputs."""
-
-    reducer_key: int | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
-        return _sum(self, x)
-
-
-def _sum(layer: RowLinear | QuantizedRowLinear, x: Tensor) -> Tensor:
-    if layer.reducer_key is None:
-        return layer.partial(x)
-    total: Tensor = sum_over_ranks(layer.partial(x), layer.reducer_key).to(x.dtype)
-    return total if layer.bias is None else total + layer.bias
 
 
 def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -116,12 +111,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     if saved == "mxfp4":
         pack_experts(module)
     _sum_experts(module, shard, dtype)
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    to_round = {
-        name: child
-        for name, child in module.named_modules()
-        if source.config.quantization != "none" and isinstance(child, nn.Linear) and child is not head
-    }
+    to_round = linear_layers(module) if source.config.quantization != "none" else {}
     for layer in to_round.values():
         if isinstance(layer, RowLinear):  # scales are those of all ranks' inputs
             inputs = layer.in_features * shard.world_size
@@ -131,19 +121,17 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         layer_name, _, parameter = name.rpartition(".")
         if parameter != "weight" or layer_name not in to_round:
             return weight
-        module.set_submodule(layer_name, _rounded(weight, to_round[layer_name], source.config.quantization, shard))
+        layer = to_round[layer_name]
+        first = shard.rank * layer.in_features if isinstance(layer, RowLinear) else 0
+        inputs = slice(first, first + layer.in_features)
+        new = QuantizedLinear.rounded(weight, layer.bias, source.config.quantization, inputs)
+        module.set_submodule(layer_name, _quantized(layer, new.values, new.scales, new.bias))
         return None
 
-    def quantized(linear: nn.Linear, *tensors: Any) -> QuantizedLinear:
-        if not isinstance(linear, RowLinear):
-            return QuantizedLinear(*tensors)
-        layer = QuantizedRowLinear(*tensors)
-        layer.reducer_key = linear.reducer_key
-        return layer
-
     names, ranks = FileNames(module), (shard.rank, shard.world_size)
-    full = load_packed(source, module, names, dtype, device, *ranks, quantized) if saved in FORMATS else None
+    full = load_packed(source, module, names, dtype, device, *ranks, _quantized) if saved in FORMATS else None
     fill(source, module, device, names, *ranks, rounded, full or ())
+    head = module.get_output_embeddings()  # type: ignore[operator]
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
         for name, whole in list(head.named_parameters()):  # the weight's slice shares the memory of the embeddings
             part = whole.tensor_split(shard.world_size)[shard.rank]
@@ -231,12 +219,10 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization
     setattr(parent, name.rpartition(".")[2], sliced)
 
 
-def _rounded(weight: Tensor, linear: nn.Linear, quantization: Quantization, shard: Shard) -> QuantizedLinear:
-    """Round a layer's weight, whose inputs are those of all ranks."""
-    size = linear.in_features
+def _quantized(linear: nn.Linear, *tensors: Tensor | None) -> QuantizedLinear:
+    """Return a layer of these values, scales, bias and zeros in the place of another."""
     if not isinstance(linear, RowLinear):
-        return QuantizedLinear.rounded(weight, linear.bias, quantization, slice(0, size))
-    inputs = slice(shard.rank * size, (shard.rank + 1) * size)
-    layer = QuantizedRowLinear.rounded(weight, linear.bias, quantization, inputs)
+        return QuantizedLinear(*tensors)  # type: ignore[arg-type]
+    layer = QuantizedRowLinear(*tensors)  # type: ignore[arg-type]
     layer.reducer_key = linear.reducer_key
     return layer

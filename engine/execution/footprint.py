@@ -91,7 +91,7 @@ def of_weights(
     widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
     workspace_bytes = (
         num_masks * num_tokens * max_model_len * dtype.itemsize
-        + 2 * max_model_len * shape.layer_numbers * dtype.itemsize
+        + 2 * max_model_len * shape.kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
         + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )

@@ -47,8 +47,6 @@ class MtpHead(Head):
         self.enorm, self.hnorm, self.norm = (copy.deepcopy(decoder.norm) for _ in range(3))
         self.eh_proj = nn.Linear(2 * layers.hidden_size, layers.hidden_size, False, device="meta", dtype=dtype)
         self.mtp_block = decoder.layers[0]
-        for buffer in self.mtp_block.buffers():  # biases of experts' scores
-            buffer.data = buffer.float()
         self.mtp_block.self_attn.layer_idx = first_layer
         self.mtp_block.self_attn.attends_from = self.attends_from
         self.rotary_emb = type(decoder.rotary_emb)(layers)

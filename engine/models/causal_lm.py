@@ -17,7 +17,6 @@ from transformers import (
 
 from engine.config import ModelInfo
 from engine.errors import ModelError
-from engine.models.layers.experts import num_packed_weights
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
@@ -83,11 +82,6 @@ class CausalLM:
     def why_eager(cls, config: PreTrainedConfig) -> str | None:
         """Return why passes of such a model are never compiled; None if they can be."""
         return "it has linear layers" if has_state(config) else why_mixed(config)
-
-    @property
-    def runs_eagerly(self) -> str | None:
-        """Why this model's passes are never compiled; None if they can be."""
-        return self.why_eager(self.config)
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
@@ -199,8 +193,9 @@ def num_weights(module: nn.Module) -> int:
     counted = {id(parameter) for layer in layers for parameter in layer.parameters()}
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     others = [parameter for parameter in module.parameters() if id(parameter) not in counted]
-    num_products: int = sum(layer.in_features * layer.out_features for layer in layers)
-    return num_products + num_packed_weights(module) + sum(tensor.numel() for tensor in (*biases, *others))
+    count: int = sum(layer.in_features * layer.out_features for layer in layers)
+    count += sum(2 * buffer.numel() for name, buffer in module.named_buffers() if name.endswith("_blocks"))
+    return count + sum(tensor.numel() for tensor in (*biases, *others))
 
 
 def forward(

@@ -25,7 +25,7 @@ from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, linea
 from engine.models.layers.reducer import register, sum_output, sum_over_ranks
 from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames, fill
+from engine.models.weights import FileNames, assign, fill
 
 _HEAD = "lm_head"
 _COLUMNS, ROWS, _PACKED_COLUMNS, _PACKED_ROWS, _EXPERTS = (
@@ -105,8 +105,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
             _narrow(module, name, style, shard, source.config.quantization)
     for name, parameter in list(module.named_parameters()):
         if style_of(plan, name) == _COLUMNS and parameter.dim() == 1:
-            part = nn.Parameter(parameter.new_empty(len(parameter) // shard.world_size))
-            setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], part)
+            assign(module, [name], parameter.new_empty(len(parameter) // shard.world_size))
     group_experts(module)
     if saved == "mxfp4":
         pack_experts(module)
@@ -134,8 +133,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     head = module.get_output_embeddings()  # type: ignore[operator]
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
         for name, whole in list(head.named_parameters()):  # the weight's slice shares the memory of the embeddings
-            part = whole.tensor_split(shard.world_size)[shard.rank]
-            setattr(head, name, nn.Parameter(part, requires_grad=False))
+            assign(head, [name], whole.tensor_split(shard.world_size)[shard.rank])
         head.out_features //= shard.world_size
     return module
 
@@ -195,7 +193,6 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
 
 
 def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization: Quantization) -> None:
-    parent = module.get_submodule(name.rpartition(".")[0])
     whole = module.get_submodule(name)
     assert isinstance(whole, nn.Linear)
     size = whole.in_features if style == ROWS else whole.out_features
@@ -203,20 +200,22 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization
     if size % (parts * shard.world_size):
         raise ModelError(f"{name} has size {size // parts}, not divisible by tensor_parallel_size {shard.world_size}")
     if style == ROWS and quantization == "int4" and size // shard.world_size % GROUP_SIZE:
-        raise ModelError(
-            f"{name} has {size // shard.world_size} inputs on a rank; int4 needs a multiple of {GROUP_SIZE}"
-        )
-    has_bias, dtype = whole.bias is not None, whole.weight.dtype
-    sliced: nn.Linear
-    if style != ROWS:
-        sliced = nn.Linear(whole.in_features, size // shard.world_size, has_bias, device="meta", dtype=dtype)
-    else:
-        sliced = RowLinear(size // shard.world_size, whole.out_features, has_bias, device="meta", dtype=dtype)
+        inputs = f"{size // shard.world_size} inputs on a rank"
+        raise ModelError(f"{name} has {inputs}; int4 needs a multiple of {GROUP_SIZE}")
+    size, has_bias, like = (
+        size // shard.world_size,
+        whole.bias is not None,
+        {"device": "meta", "dtype": whole.weight.dtype},
+    )
+    if style == ROWS:
+        sliced: nn.Linear = RowLinear(size, whole.out_features, has_bias, **like)
         sliced.reducer_key = register(shard.reducer)
+    else:
+        sliced = nn.Linear(whole.in_features, size, has_bias, **like)
     if style == _PACKED_COLUMNS:
         for parameter in sliced.parameters():
             parameter.packed_axis = 0  # type: ignore[attr-defined]
-    setattr(parent, name.rpartition(".")[2], sliced)
+    module.set_submodule(name, sliced)
 
 
 def _quantized(linear: nn.Linear, *tensors: Tensor | None) -> QuantizedLinear:

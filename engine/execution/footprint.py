@@ -109,12 +109,12 @@ def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -
         return _packed_bytes(source, plan, bytes_per_weight, world_size)
     module = on_meta(model_config) if world_size > 1 or quantization != "none" else None
     names, quantized = FileNames(module) if module is not None else None, dict[str, int]()
-    for name, layer in linear_layers(module).items() if module is not None and quantization != "none" else ():
-        style = style_of(plan, name)
+    for path, linear in linear_layers(module).items() if module is not None and quantization != "none" else ():
+        style = style_of(plan, path)
         by_rows = world_size if style == ROWS else 1
-        sizes = layer.out_features // (world_size // by_rows if style else 1), layer.in_features // by_rows
-        if not name.endswith(EXPANDING):
-            quantized[f"{name}.weight"] = layer_bytes(quantization, *sizes)
+        sizes = linear.out_features // (world_size // by_rows if style else 1), linear.in_features // by_rows
+        if not path.endswith(EXPANDING):
+            quantized[f"{path}.weight"] = layer_bytes(quantization, *sizes)
     total = 0
     for key, weight in mapped_tensors(source):
         name = names.parameter(key) if names else key

@@ -115,12 +115,6 @@ class CausalLM:
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
 
     @property
-    def is_head(self) -> bool:
-        """Whether this is a head by itself, and not the target that feeds it."""
-        module: Any = self.module
-        return self.head is not None and module is self.head
-
-    @property
     def num_cached_layers(self) -> int:
         """Layers in the cache, a head's included."""
         return self.kv_shape.layers + (self.head.kv_shape.layers if self.head else 0)

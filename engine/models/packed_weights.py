@@ -6,7 +6,6 @@ What a checkpoint leaves as floats stays so: `weights.fill` reads it, as it does
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,13 +21,11 @@ logger = logging.getLogger(__name__)
 
 PACKED = (torch.uint8, torch.int32, torch.int8, torch.float8_e4m3fn)
 """Number formats of weights that are saved quantised."""
-MakeLayer = Callable[[nn.Linear, Tensor, Tensor, Tensor | None, Tensor | None], QuantizedLinear]
-"""Makes a layer of a rank's values, scales, bias and zeros, in the place of another."""
 
 
 def load_packed(
     source: ModelSource, module: nn.Module, names: FileNames, dtype: torch.dtype, device: torch.device,
-    rank: int = 0, world_size: int = 1, make: MakeLayer = lambda _, *tensors: QuantizedLinear(*tensors),
+    rank: int = 0, world_size: int = 1,
 ) -> set[str] | None:  # fmt: skip
     """Replace the packed layers of a model on the meta device; return the names of weights that are full of floats.
 
@@ -74,7 +71,7 @@ def load_packed(
                 bias = None if linear.bias is None else own(parts["bias"].to(dtype).unsqueeze(1)).flatten()
                 zeros = None if whole.zeros is None else own(whole.zeros, whole.in_features)
                 tensors = (own(whole.values, whole.in_features), own(whole.scales, whole.in_features), bias, zeros)
-                module.set_submodule(path, make(linear, *tensors))
+                module.set_submodule(path, getattr(linear, "quantized", QuantizedLinear)(*tensors))
                 continue
             whole = whole.weight_as(torch.float32)
         if name not in floats:

@@ -77,6 +77,12 @@ class _Summed(nn.Module):
 class RowLinear(_Summed, nn.Linear):
     """A linear layer of floats."""
 
+    def quantized(self, *tensors: Any) -> QuantizedLinear:
+        """Return a layer of these values, scales, bias and zeros in its place."""
+        layer = QuantizedRowLinear(*tensors)
+        layer.reducer_key = self.reducer_key
+        return layer
+
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
         return F.linear(x, self.weight).float()
@@ -120,15 +126,15 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         layer_name, _, parameter = name.rpartition(".")
         if parameter != "weight" or layer_name not in to_round:
             return weight
-        layer = to_round[layer_name]
+        layer: Any = to_round[layer_name]
         first = shard.rank * layer.in_features if isinstance(layer, RowLinear) else 0
         inputs = slice(first, first + layer.in_features)
         new = QuantizedLinear.rounded(weight, layer.bias, source.config.quantization, inputs)
-        module.set_submodule(layer_name, _quantized(layer, new.values, new.scales, new.bias))
+        module.set_submodule(layer_name, getattr(layer, "quantized", QuantizedLinear)(new.values, new.scales, new.bias))
         return None
 
     names, ranks = FileNames(module), (shard.rank, shard.world_size)
-    full = load_packed(source, module, names, dtype, device, *ranks, _quantized) if saved in FORMATS else None
+    full = load_packed(source, module, names, dtype, device, *ranks) if saved in FORMATS else None
     fill(source, module, device, names, *ranks, rounded, full or ())
     head = module.get_output_embeddings()  # type: ignore[operator]
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
@@ -175,10 +181,10 @@ def _sum_experts(module: nn.Module, shard: Shard, dtype: torch.dtype) -> None:
     for name in experts:
         block = module.get_submodule(name.rpartition(".")[0])
         shared = [child for child in block.modules() if isinstance(child, RowLinear)]
-        others = [
-            child for child in block.modules() if "Norm" in type(child).__name__ or "Layer" in type(child).__name__
-        ]
-        is_summed = shared and not others and all(child.bias is None for child in shared)
+        kinds = " ".join(type(child).__name__ for child in block.modules())
+        is_summed = (
+            shared and "Norm" not in kinds and "Layer" not in kinds and all(child.bias is None for child in shared)
+        )
         for child in shared if is_summed else ():
             child.reducer_key = None
         sum_output(block if is_summed else module.get_submodule(name), shard.reducer, dtype)
@@ -202,26 +208,12 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization
     if style == ROWS and quantization == "int4" and size // shard.world_size % GROUP_SIZE:
         inputs = f"{size // shard.world_size} inputs on a rank"
         raise ModelError(f"{name} has {inputs}; int4 needs a multiple of {GROUP_SIZE}")
-    size, has_bias, like = (
-        size // shard.world_size,
-        whole.bias is not None,
-        {"device": "meta", "dtype": whole.weight.dtype},
-    )
+    size, has_bias, like = size // shard.world_size, whole.bias is not None, whole.weight
+    sliced: Any = nn.Linear(whole.in_features, size, has_bias, like.device, like.dtype)
     if style == ROWS:
-        sliced: nn.Linear = RowLinear(size, whole.out_features, has_bias, **like)
+        sliced = RowLinear(size, whole.out_features, has_bias, like.device, like.dtype)
         sliced.reducer_key = register(shard.reducer)
-    else:
-        sliced = nn.Linear(whole.in_features, size, has_bias, **like)
     if style == _PACKED_COLUMNS:
         for parameter in sliced.parameters():
-            parameter.packed_axis = 0  # type: ignore[attr-defined]
+            parameter.packed_axis = 0
     module.set_submodule(name, sliced)
-
-
-def _quantized(linear: nn.Linear, *tensors: Tensor | None) -> QuantizedLinear:
-    """Return a layer of these values, scales, bias and zeros in the place of another."""
-    if not isinstance(linear, RowLinear):
-        return QuantizedLinear(*tensors)  # type: ignore[arg-type]
-    layer = QuantizedRowLinear(*tensors)  # type: ignore[arg-type]
-    layer.reducer_key = linear.reducer_key
-    return layer

@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,57 +110,66 @@ class _Probe:
         return recurrence.output(inputs[0].new_zeros(len(inputs[0]), *self.matrices[:3]).float(), inputs)
 
 
-def _convolve(
-    _: object, context: StateContext, layer: int,
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_keywords: object,
-) -> Tensor:  # fmt: skip
-    outputs = context.convolve(layer, x[0].transpose(0, 1), weight, bias)
-    outputs = outputs if activation is None else ACT2FN[activation](outputs)
-    return outputs.transpose(0, 1).unsqueeze(0)
+def _context(keywords: dict[str, Any]) -> tuple[StateContext, int] | None:
+    """Return the context of a pass and the layer's index in it; None in a model that is not prepared."""
+    if "state_layer" not in keywords:
+        return None
+    if "paged" not in keywords:
+        raise ModelError("its layers do not pass keyword arguments on to their linear layers")
+    return keywords["paged"], keywords["state_layer"]
 
 
-def _gated_delta_rule(
-    original: Callable[..., Any], context: StateContext, layer: int,
-    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **keywords: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    assert keywords["use_qk_l2norm_in_kernel"]
-    inputs = [tensor[0] for tensor in (query, key, value, g, beta)]
-    return context.recur(layer, GatedDelta(original), inputs).unsqueeze(0), None
+def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
+    def convolve(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **keywords: Any
+    ) -> Any:
+        if (found := _context(keywords)) is None:
+            return original(x, weight, bias, activation=activation, **keywords)
+        outputs = found[0].convolve(found[1], x[0].transpose(0, 1), weight, bias)
+        outputs = outputs if activation is None else ACT2FN[activation](outputs)
+        return outputs.transpose(0, 1).unsqueeze(0)
+
+    return convolve
 
 
-def _mamba2_scan(
-    original: Callable[..., Any], context: StateContext, layer: int,
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **keywords: Any,
-) -> Tensor:  # fmt: skip
-    assert keywords["dt_softplus"]
-    sizes = keywords["chunk_size"], a, keywords["D"], keywords["dt_bias"], keywords["dt_limit"]
-    return context.recur(layer, Mamba2(original, *sizes), [tensor[0] for tensor in (x, dt, b, c)]).unsqueeze(0)
+def _gated_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **keywords: Any) -> Any:
+        if (found := _context(keywords)) is None:
+            return original(query, key, value, g=g, beta=beta, **keywords)
+        assert keywords["use_qk_l2norm_in_kernel"]
+        inputs = [tensor[0] for tensor in (query, key, value, g, beta)]
+        return found[0].recur(found[1], GatedDelta(original), inputs).unsqueeze(0), None
+
+    return rule
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolve,
+def _mamba2_scan(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **keywords: Any) -> Any:
+        if (found := _context(keywords)) is None:
+            return original(x, dt, a, b, c, **keywords)
+        assert keywords["dt_softplus"]
+        sizes = keywords["chunk_size"], a, keywords["D"], keywords["dt_bias"], keywords["dt_limit"]
+        inputs = [tensor[0] for tensor in (x, dt, b, c)]
+        return found[0].recur(found[1], Mamba2(original, *sizes), inputs).unsqueeze(0)
+
+    return scan
+
+
+_FUNCTIONS = {
+    "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
 }
-"""What takes the place of transformers' functions, by their names; the originals compute models that are not prepared.
-"""
+"""What replaces transformers' functions, by their names."""
 
 
 @functools.cache
 def _replace_functions(name: str) -> None:
     module = sys.modules[name]
     for function in _FUNCTIONS.keys() & vars(module).keys():
-        setattr(module, function, _replaced(getattr(module, function), _FUNCTIONS[function]))
-
-
-def _replaced(original: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        if "state_layer" not in keywords:
-            return original(*arguments, **keywords)
-        if "paged" not in keywords:
-            raise ModelError("its layers do not pass keyword arguments on to their linear layers")
-        return compute(original, keywords.pop("paged"), keywords.pop("state_layer"), *arguments, **keywords)
-
-    return call
+        setattr(
+            module,
+            function,
+            functools.wraps(getattr(module, function))(_FUNCTIONS[function](getattr(module, function))),
+        )

@@ -57,7 +57,7 @@ def on_meta(model_config: PreTrainedConfig, **arguments: Any) -> nn.Module:
         for name, tensor in module.state_dict(keep_vars=True).items():
             if fnmatch.fnmatchcase(name, f"*{part}*"):
                 tensor.data = tensor.data.to(kept)
-    return module
+    return module  # type: ignore[no-any-return]
 
 
 def layer_bytes(quantization: Quantization, num_outputs: int, num_inputs: int) -> int:

@@ -124,7 +124,9 @@ class EagerBackend:
             step = build([ForwardRow([0], 2, [1], 1, None, source_length, state=then)], kv)
             self.logits(step)
             own = range(self.model.kv_shape.layers)  # a head has others
-            if not self.model.is_head and sorted(i for i in step.paged.layers if i in own) != [*own]:
+            if not isinstance(self.model.head, type(self.model.module)) and sorted(
+                i for i in step.paged.layers if i in own
+            ) != [*own]:
                 raise RuntimeError("not every layer attends once in a pass")
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error

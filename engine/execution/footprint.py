@@ -1,29 +1,25 @@
 """Footprint: computes a model's memory from its configuration and file headers, before it loads."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.heads.config import HeadConfig, read_head_config
 from engine.models.causal_lm import kv_shape
+from engine.models.layers.latent import EXPANDING
 from engine.models.layers.linear_layers import planned_states
 from engine.models.layers.packed_formats import FORMATS, check_quantization, saved_format
 from engine.models.layers.quantization import QuantizedLinear, layer_bytes, linear_layers, on_meta
 from engine.models.loader import kv_dtype
-from engine.models.packed_weights import load_packed
+from engine.models.packed_weights import PACKED, load_packed
 from engine.models.shards import ROWS, plan_of, style_of
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames
+from engine.models.weights import FileNames, mapped_tensors
 
-_BYTES = {"I8", "U8", "F8_E4M3"}
-"""Number formats in files that stay as they are: weights that are saved quantised."""
 _LOGIT_COPIES = 4
 """Logits, scores, and copies made by shaping and log probabilities."""
 _MASK_COPIES = 2
@@ -95,7 +91,7 @@ def of_weights(
     widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
     workspace_bytes = (
         num_masks * num_tokens * max_model_len * dtype.itemsize
-        + 2 * max_model_len * shape.layer_numbers * dtype.itemsize
+        + 2 * max_model_len * shape.kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
         + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )
@@ -111,54 +107,39 @@ def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -
     plan = plan_of(source, world_size) if world_size > 1 else {}
     if saved_format(model_config) in FORMATS:
         return _packed_bytes(source, plan, bytes_per_weight, world_size)
-    quantized: dict[str, int] = {}
-    if quantization != "none":
-        for name, layer in linear_layers(model_config).items():
-            style = style_of(plan, name)
-            by_rows = world_size if style == ROWS else 1
-            sizes = layer.out_features // (world_size // by_rows if style else 1), layer.in_features // by_rows
-            quantized[f"{name}.weight"] = layer_bytes(quantization, *sizes)
-    names = FileNames(on_meta(model_config)) if world_size > 1 or quantized else None
-    return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized, names) for file in source.weight_files)
+    module = on_meta(model_config) if world_size > 1 or quantization != "none" else None
+    names, quantized = FileNames(module) if module is not None else None, dict[str, int]()
+    for path, linear in linear_layers(module).items() if module is not None and quantization != "none" else ():
+        style = style_of(plan, path)
+        by_rows = world_size if style == ROWS else 1
+        sizes = linear.out_features // (world_size // by_rows if style else 1), linear.in_features // by_rows
+        if not path.endswith(EXPANDING):
+            quantized[f"{path}.weight"] = layer_bytes(quantization, *sizes)
+    total = 0
+    for key, weight in mapped_tensors(source):
+        name = names.parameter(key) if names else key
+        layer, _, kind = name.rpartition(".")
+        style = style_of(plan, layer) or style_of(plan, name)
+        is_whole = style is None or (style == ROWS and kind == "bias") or kind == "down_proj_bias"
+        size = weight.numel() * (weight.element_size() if weight.dtype in PACKED else bytes_per_weight)
+        total += quantized.get(name, size if is_whole else size // world_size)
+    return total
 
 
 def _packed_bytes(source: ModelSource, plan: dict[str, str], bytes_per_weight: int, world_size: int) -> int:
     """Return the memory of a rank's weights, by loading packed ones on the meta device."""
     module = on_meta(source.loaded_configuration)
     load_packed(source, module, FileNames(module), torch.float32, torch.device("meta"))
+    for name, child in list(module.named_modules()):
+        if name.endswith(EXPANDING):
+            module.set_submodule(name, torch.nn.Linear(child.in_features, child.out_features, False, "meta"))
     layers = {name for name, child in module.named_modules() if isinstance(child, QuantizedLinear)}
     buffers = [(name, tensor) for name, tensor in module.named_buffers() if name.rpartition(".")[0] in layers]
     total = 0
     for name, tensor in [*module.named_parameters(), *buffers]:
         layer, _, kind = name.rpartition(".")
         style = style_of(plan, layer)
-        is_whole = style is None or (style == "rowwise" and (tensor.dim() == 1 or tensor.shape[1] == 1))
+        is_whole = style is None or (style == ROWS and (tensor.dim() == 1 or tensor.shape[1] == 1))
         size = tensor.nbytes if layer in layers and kind != "bias" else tensor.numel() * bytes_per_weight
         total += size if is_whole else size // world_size
-    return total
-
-
-def _bytes_of(
-    file: Path,
-    plan: dict[str, str],
-    world_size: int,
-    bytes_per_weight: int,
-    quantized: Mapping[str, int],
-    names: FileNames | None,
-) -> int:
-    """Return the memory of a rank's weights by a file's header; `quantized` has those of weights that are rounded."""
-    total = 0
-    with safe_open(file, framework="pt") as weights:
-        for name in weights.keys():  # noqa: SIM118 - not a dict
-            belongs = names.parameter(name) if names else name
-            if belongs in quantized:
-                total += quantized[belongs]
-                continue
-            weight = weights.get_slice(name)
-            size = math.prod(weight.get_shape())
-            is_integer = weight.get_dtype() in _BYTES
-            layer, _, parameter = belongs.rpartition(".")
-            style = style_of(plan, layer) or style_of(plan, belongs)
-            is_sliced = style is not None and (style != ROWS or parameter != "bias") and parameter != "down_proj_bias"
-            total += (1 if is_integer else bytes_per_weight) * (size // world_size if is_sliced else size)
     return total

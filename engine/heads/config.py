@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.models.families import read_configuration
+from engine.models.families import logit_scale, read_configuration
 from engine.models.source import ModelSource
 
 if TYPE_CHECKING:
@@ -124,13 +124,6 @@ def read_head_config(source: ModelSource, target: ModelSource) -> HeadConfig:
     return _Reader(source, target).read()
 
 
-def _logit_scale(text: "PreTrainedConfig") -> float:
-    """Return the factor of a model's logits; of the families that name it `logits_scaling`, all but one divide."""
-    factor = float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1)
-    scaling = float(getattr(text, "logits_scaling", None) or 1)
-    return factor * (scaling if text.model_type == "hyperclovax" else 1 / scaling)
-
-
 class _Reader:
     """Reads a head's fields, wherever its form has them."""
 
@@ -152,9 +145,13 @@ class _Reader:
                 value = values.get(name)
                 self._check(value in (None, served), f"{name} is {value}, and only {served} is served")
         common: dict[str, Any] = {"kind": kind, "vocab_size": vocab_size, "target_hidden_size": width}
-        common |= {"logit_scale": _logit_scale(text), "logit_cap": getattr(text, "final_logit_softcapping", None)}
+        common |= {"logit_scale": logit_scale(text), "logit_cap": getattr(text, "final_logit_softcapping", None)}
         if not _KINDS[kind]:
-            (layers := copy.deepcopy(text)).num_hidden_layers = 1
+            layers = copy.deepcopy(text)
+            layers.num_hidden_layers, layers.first_k_dense_replace = 1, 0
+            for name in ("layer_types", "mlp_layer_types"):
+                if kinds := getattr(layers, f"mtp_{name}", None) or (getattr(layers, name, None) or [])[-1:]:
+                    setattr(layers, name, kinds[:1])
             return HeadConfig(layers=layers, taps=(num_layers,), draft_vocab_size=vocab_size, **common)
         layers = self._layers(_KINDS[kind])
         draft_vocab_size = fields.get("draft_vocab_size", 32000 if self._is_speculators else None) or vocab_size

@@ -9,7 +9,6 @@ second token. Of several such layers, the first drafts every token: what others 
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,19 +40,13 @@ class MtpHead(Head):
     """Drafts one token a pass; its weights are on the meta device until they are loaded."""
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
-        layers, dtype = copy.deepcopy(config.layers), torch.get_default_dtype()
-        layers.num_hidden_layers, layers.first_k_dense_replace = 1, 0
-        for name in ("layer_types", "mlp_layer_types"):
-            if kinds := getattr(layers, f"mtp_{name}", None) or (getattr(layers, name, None) or [])[-1:]:
-                setattr(layers, name, kinds[:1])
-        super().__init__(replace(config, layers=layers), embed_tokens, lm_head, first_layer)
+        super().__init__(config, embed_tokens, lm_head, first_layer)
+        layers, dtype = config.layers, torch.get_default_dtype()
         model: Any = on_meta(layers, attn_implementation=ATTENTION_NAME, dtype=dtype)
         decoder = model.get_decoder()
         self.enorm, self.hnorm, self.norm = (copy.deepcopy(decoder.norm) for _ in range(3))
         self.eh_proj = nn.Linear(2 * layers.hidden_size, layers.hidden_size, False, device="meta", dtype=dtype)
         self.mtp_block = decoder.layers[0]
-        for buffer in self.mtp_block.buffers():  # biases of experts' scores
-            buffer.data = buffer.float()
         self.mtp_block.self_attn.layer_idx = first_layer
         self.mtp_block.self_attn.attends_from = self.attends_from
         self.rotary_emb = type(decoder.rotary_emb)(layers)

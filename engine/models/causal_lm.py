@@ -83,11 +83,6 @@ class CausalLM:
         """Return why passes of such a model are never compiled; None if they can be."""
         return "it has linear layers" if has_state(config) else why_mixed(config)
 
-    @property
-    def runs_eagerly(self) -> str | None:
-        """Why this model's passes are never compiled; None if they can be."""
-        return self.why_eager(self.config)
-
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
         """Load the module with transformers' `from_pretrained` and more of its arguments.
@@ -118,12 +113,6 @@ class CausalLM:
     def kv_shape(self) -> KVShape:
         """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
-
-    @property
-    def is_head(self) -> bool:
-        """Whether this is a head by itself, and not the target that feeds it."""
-        module: Any = self.module
-        return self.head is not None and module is self.head
 
     @property
     def num_cached_layers(self) -> int:
@@ -190,6 +179,17 @@ def holds_attention_whole(config: PreTrainedConfig) -> bool:
     """Return whether every rank attends with all heads: a norm over all of them follows the projections."""
     plan = config.base_model_tp_plan or {}
     return any(style == "colwise_gather_output" and "self_attn" in name for name, style in plan.items())
+
+
+def num_weights(module: nn.Module) -> int:
+    """Return how many weights a module has, packed and quantised ones included, and their scales not."""
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "in_features")]
+    counted = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    others = [parameter for parameter in module.parameters() if id(parameter) not in counted]
+    count: int = sum(layer.in_features * layer.out_features for layer in layers)
+    count += sum(2 * buffer.numel() for name, buffer in module.named_buffers() if name.endswith("_blocks"))
+    return count + sum(tensor.numel() for tensor in (*biases, *others))
 
 
 def forward(

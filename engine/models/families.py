@@ -104,6 +104,13 @@ def refusal(configuration: Any, *, rolls_back: bool) -> str | None:
     return None
 
 
+def logit_scale(text: "PreTrainedConfig") -> float:
+    """Return the factor of a model's logits; of the families that name it `logits_scaling`, all but one divide."""
+    factor = float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1)
+    scaling = float(getattr(text, "logits_scaling", None) or 1)
+    return factor * (scaling if text.model_type == "hyperclovax" else 1 / scaling)
+
+
 def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
     """Change a configuration to that of a model with the first `count` layers."""
     text = configuration.get_text_config()

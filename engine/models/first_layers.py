@@ -2,16 +2,14 @@
 
 import copy
 from dataclasses import replace
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.models.causal_lm import CausalLM
+from engine.models.causal_lm import CausalLM, num_weights
 from engine.models.families import keep_layers
-from engine.models.layers.experts import num_packed_weights
 from engine.models.layers.linear_layers import WITH_STATE, layer_kinds
 from engine.models.source import ModelSource
 
@@ -42,7 +40,7 @@ def first_layers(model: CausalLM, count: int) -> CausalLM:
     config = copy.deepcopy(model.config)
     keep_layers(config, count)
     states = model.state_shapes[: sum(kind in WITH_STATE for kind in layer_kinds(config))]
-    info = replace(model.info, num_parameters=model.info.num_parameters - sum(map(_num_weights, layers[count:])))
+    info = replace(model.info, num_parameters=model.info.num_parameters - sum(map(num_weights, layers[count:])))
     # Copies, because a backend may replace a module's `forward` by a compiled one.
     module = _replaced(model.module, path, nn.ModuleList(map(_shallow, layers[:count])))
     return replace(model, module=module, config=config, info=info, state_shapes=states)
@@ -75,13 +73,3 @@ def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
     name, _, rest = path.partition(".")
     setattr(copied, name, _replaced(module.get_submodule(name), rest, new) if rest else new)
     return copied
-
-
-def _num_weights(module: nn.Module) -> int:
-    """Return how many weights a module has, packed and quantised ones included, and their scales not."""
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "in_features")]
-    counted = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    others = [parameter for parameter in module.parameters() if id(parameter) not in counted]
-    num_products: int = sum(layer.in_features * layer.out_features for layer in layers)
-    return num_products + num_packed_weights(module) + sum(tensor.numel() for tensor in (*biases, *others))

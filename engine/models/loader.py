@@ -1,7 +1,6 @@
 """Loader: loads safetensors into a CausalLM, the whole model or one rank's shard, on the configured device."""
 
 import copy
-import fnmatch
 import hashlib
 import importlib.util
 import logging
@@ -14,14 +13,14 @@ from transformers.utils import logging as transformers_logging
 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
-from engine.models.causal_lm import CausalLM, Shard
-from engine.models.layers.experts import num_packed_weights, pack_experts
+from engine.models.causal_lm import CausalLM, Shard, num_weights
+from engine.models.layers.experts import pack_experts
 from engine.models.layers.fusion import fuse_projections
 from engine.models.layers.latent import cache_latents
 from engine.models.layers.linear_layers import prepare_linear_layers
 from engine.models.layers.mixed_layers import describe_layers
 from engine.models.layers.packed_formats import FORMATS, check_quantization, loading_arguments, saved_format
-from engine.models.layers.quantization import QuantizedLinear, convert_torchao, on_meta
+from engine.models.layers.quantization import convert_torchao, on_meta
 from engine.models.packed_weights import load_packed
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
@@ -48,9 +47,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     else:
         module = load_shard(source, shard, dtype, device)
     module.eval().requires_grad_(False)
-    rounded = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
-    num_parameters = sum(p.numel() for p in module.parameters())
-    num_parameters += sum(layer.in_features * layer.out_features for layer in rounded) + num_packed_weights(module)
+    num_parameters = num_weights(module)
     if has_torchao:
         convert_torchao(source.path, module)
     cache_latents(module)
@@ -87,10 +84,6 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     is_rounded, saved = source.config.quantization != "none", saved_format(configuration)
     if not is_rounded and saved in (None, "mxfp4", *FORMATS) and model_class.loaded_by is AutoModelForCausalLM:
         module = on_meta(copy.deepcopy(configuration), attn_implementation=model_class.attention, dtype=dtype)
-        for part, kept in module._get_dtype_plan(dtype).items():  # type: ignore[operator]
-            for name, tensor in module.state_dict(keep_vars=True).items():
-                if fnmatch.fnmatchcase(name, f"*{part}*"):
-                    tensor.data = tensor.data.to(kept)
         if saved == "mxfp4":
             pack_experts(module)
         names = FileNames(module)

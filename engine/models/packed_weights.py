@@ -6,7 +6,6 @@ What a checkpoint leaves as floats stays so: `weights.fill` reads it, as it does
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,14 +19,13 @@ from engine.models.weights import FileNames, assign, mapped_tensors, read, uploa
 
 logger = logging.getLogger(__name__)
 
-_PACKED = (torch.uint8, torch.int32, torch.int8, torch.float8_e4m3fn)
-MakeLayer = Callable[[nn.Linear, Tensor, Tensor, Tensor | None, Tensor | None], QuantizedLinear]
-"""Makes a layer of a rank's values, scales, bias and zeros, in the place of another."""
+PACKED = (torch.uint8, torch.int32, torch.int8, torch.float8_e4m3fn)
+"""Number formats of weights that are saved quantised."""
 
 
 def load_packed(
     source: ModelSource, module: nn.Module, names: FileNames, dtype: torch.dtype, device: torch.device,
-    rank: int = 0, world_size: int = 1, make: MakeLayer = lambda _, *tensors: QuantizedLinear(*tensors),
+    rank: int = 0, world_size: int = 1,
 ) -> set[str] | None:  # fmt: skip
     """Replace the packed layers of a model on the meta device; return the names of weights that are full of floats.
 
@@ -49,7 +47,7 @@ def load_packed(
         name = names.parameter(target)
         if is_part and form is not None and name in parameters:
             layers[key] = layer, form
-        is_unknown = not is_part and (kind in kinds or tensor.dtype in _PACKED) and name.rpartition(".")[0] in modules
+        is_unknown = not is_part and (kind in kinds or tensor.dtype in PACKED) and name.rpartition(".")[0] in modules
         if is_unknown or (name in parameters and not names.part(target, parameters[name]).numel()):
             if world_size > 1 or saved in ("awq", "gptq"):
                 raise ModelError(f"{source.path}: {key} is of no layout of {saved} that is served")
@@ -73,7 +71,7 @@ def load_packed(
                 bias = None if linear.bias is None else own(parts["bias"].to(dtype).unsqueeze(1)).flatten()
                 zeros = None if whole.zeros is None else own(whole.zeros, whole.in_features)
                 tensors = (own(whole.values, whole.in_features), own(whole.scales, whole.in_features), bias, zeros)
-                module.set_submodule(path, make(linear, *tensors))
+                module.set_submodule(path, getattr(linear, "quantized", QuantizedLinear)(*tensors))
                 continue
             whole = whole.weight_as(torch.float32)
         if name not in floats:
@@ -89,7 +87,7 @@ def load_packed(
 
 def _is_stored(stored: dict[str, Tensor], layer: str, form: PackedFormat) -> bool:
     weight = stored.get(f"{layer}.{form.weight}")
-    return weight is not None and weight.dtype in _PACKED[1:] and f"{layer}.{form.scales}" in stored
+    return weight is not None and weight.dtype in PACKED[1:] and f"{layer}.{form.scales}" in stored
 
 
 def _own(name: str, part: Tensor, rank: int, world_size: int, tensor: Tensor, num_inputs: int = 1) -> Tensor:

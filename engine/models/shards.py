@@ -21,11 +21,11 @@ from engine.models.layers.experts import group_experts, pack_experts, slice_expe
 from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.layers.linear_layers import has_state
 from engine.models.layers.packed_formats import FORMATS, saved_format
-from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
+from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, linear_layers, on_meta
 from engine.models.layers.reducer import register, sum_output, sum_over_ranks
 from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames, fill
+from engine.models.weights import FileNames, assign, fill
 
 _HEAD = "lm_head"
 _COLUMNS, ROWS, _PACKED_COLUMNS, _PACKED_ROWS, _EXPERTS = (
@@ -56,8 +56,8 @@ _MORE: Mapping[str, Mapping[str, str]] = {  # what plans in transformers lack, b
 }
 
 
-class RowLinear(nn.Linear):
-    """A linear layer over a slice of its inputs, whose partial products are summed over the ranks in float32.
+class _Summed(nn.Module):
+    """A layer over a slice of its inputs, whose partial products are summed over the ranks in float32.
 
     Attributes:
         reducer_key: None if its results are summed with others; they are partial then.
@@ -65,30 +65,31 @@ class RowLinear(nn.Linear):
 
     reducer_key: int | None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
-        return _sum(self, x)
+        total: Tensor = self.partial(x)
+        if self.reducer_key is None:
+            return total
+        total = sum_over_ranks(total, self.reducer_key).to(x.dtype)
+        return total if self.bias is None else total + self.bias
+
+
+class RowLinear(_Summed, nn.Linear):
+    """A linear layer of floats."""
+
+    def quantized(self, *tensors: Any) -> QuantizedLinear:
+        """Return a layer of these values, scales, bias and zeros in its place."""
+        layer = QuantizedRowLinear(*tensors)
+        layer.reducer_key = self.reducer_key
+        return layer
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
         return F.linear(x, self.weight).float()
 
 
-class QuantizedRowLinear(QuantizedLinear):
+class QuantizedRowLinear(_Summed, QuantizedLinear):
     """The same with quantised weights, whose scales are those of all inputs."""
-
-    reducer_key: int | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
-        return _sum(self, x)
-
-
-def _sum(layer: RowLinear | QuantizedRowLinear, x: Tensor) -> Tensor:
-    if layer.reducer_key is None:
-        return layer.partial(x)
-    total: Tensor = sum_over_ranks(layer.partial(x), layer.reducer_key).to(x.dtype)
-    return total if layer.bias is None else total + layer.bias
 
 
 def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -110,18 +111,12 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
             _narrow(module, name, style, shard, source.config.quantization)
     for name, parameter in list(module.named_parameters()):
         if style_of(plan, name) == _COLUMNS and parameter.dim() == 1:
-            part = nn.Parameter(parameter.new_empty(len(parameter) // shard.world_size))
-            setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], part)
+            assign(module, [name], parameter.new_empty(len(parameter) // shard.world_size))
     group_experts(module)
     if saved == "mxfp4":
         pack_experts(module)
     _sum_experts(module, shard, dtype)
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    to_round = {
-        name: child
-        for name, child in module.named_modules()
-        if source.config.quantization != "none" and isinstance(child, nn.Linear) and child is not head
-    }
+    to_round = linear_layers(module) if source.config.quantization != "none" else {}
     for layer in to_round.values():
         if isinstance(layer, RowLinear):  # scales are those of all ranks' inputs
             inputs = layer.in_features * shard.world_size
@@ -131,23 +126,20 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         layer_name, _, parameter = name.rpartition(".")
         if parameter != "weight" or layer_name not in to_round:
             return weight
-        module.set_submodule(layer_name, _rounded(weight, to_round[layer_name], source.config.quantization, shard))
+        layer: Any = to_round[layer_name]
+        first = shard.rank * layer.in_features if isinstance(layer, RowLinear) else 0
+        inputs = slice(first, first + layer.in_features)
+        new = QuantizedLinear.rounded(weight, layer.bias, source.config.quantization, inputs)
+        module.set_submodule(layer_name, getattr(layer, "quantized", QuantizedLinear)(new.values, new.scales, new.bias))
         return None
 
-    def quantized(linear: nn.Linear, *tensors: Any) -> QuantizedLinear:
-        if not isinstance(linear, RowLinear):
-            return QuantizedLinear(*tensors)
-        layer = QuantizedRowLinear(*tensors)
-        layer.reducer_key = linear.reducer_key
-        return layer
-
     names, ranks = FileNames(module), (shard.rank, shard.world_size)
-    full = load_packed(source, module, names, dtype, device, *ranks, quantized) if saved in FORMATS else None
+    full = load_packed(source, module, names, dtype, device, *ranks) if saved in FORMATS else None
     fill(source, module, device, names, *ranks, rounded, full or ())
+    head = module.get_output_embeddings()  # type: ignore[operator]
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
         for name, whole in list(head.named_parameters()):  # the weight's slice shares the memory of the embeddings
-            part = whole.tensor_split(shard.world_size)[shard.rank]
-            setattr(head, name, nn.Parameter(part, requires_grad=False))
+            assign(head, [name], whole.tensor_split(shard.world_size)[shard.rank])
         head.out_features //= shard.world_size
     return module
 
@@ -189,10 +181,10 @@ def _sum_experts(module: nn.Module, shard: Shard, dtype: torch.dtype) -> None:
     for name in experts:
         block = module.get_submodule(name.rpartition(".")[0])
         shared = [child for child in block.modules() if isinstance(child, RowLinear)]
-        others = [
-            child for child in block.modules() if "Norm" in type(child).__name__ or "Layer" in type(child).__name__
-        ]
-        is_summed = shared and not others and all(child.bias is None for child in shared)
+        kinds = " ".join(type(child).__name__ for child in block.modules())
+        is_summed = (
+            shared and "Norm" not in kinds and "Layer" not in kinds and all(child.bias is None for child in shared)
+        )
         for child in shared if is_summed else ():
             child.reducer_key = None
         sum_output(block if is_summed else module.get_submodule(name), shard.reducer, dtype)
@@ -207,7 +199,6 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
 
 
 def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization: Quantization) -> None:
-    parent = module.get_submodule(name.rpartition(".")[0])
     whole = module.get_submodule(name)
     assert isinstance(whole, nn.Linear)
     size = whole.in_features if style == ROWS else whole.out_features
@@ -215,28 +206,14 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization
     if size % (parts * shard.world_size):
         raise ModelError(f"{name} has size {size // parts}, not divisible by tensor_parallel_size {shard.world_size}")
     if style == ROWS and quantization == "int4" and size // shard.world_size % GROUP_SIZE:
-        raise ModelError(
-            f"{name} has {size // shard.world_size} inputs on a rank; int4 needs a multiple of {GROUP_SIZE}"
-        )
-    has_bias, dtype = whole.bias is not None, whole.weight.dtype
-    sliced: nn.Linear
-    if style != ROWS:
-        sliced = nn.Linear(whole.in_features, size // shard.world_size, has_bias, device="meta", dtype=dtype)
-    else:
-        sliced = RowLinear(size // shard.world_size, whole.out_features, has_bias, device="meta", dtype=dtype)
+        inputs = f"{size // shard.world_size} inputs on a rank"
+        raise ModelError(f"{name} has {inputs}; int4 needs a multiple of {GROUP_SIZE}")
+    size, has_bias, like = size // shard.world_size, whole.bias is not None, whole.weight
+    sliced: Any = nn.Linear(whole.in_features, size, has_bias, like.device, like.dtype)
+    if style == ROWS:
+        sliced = RowLinear(size, whole.out_features, has_bias, like.device, like.dtype)
         sliced.reducer_key = register(shard.reducer)
     if style == _PACKED_COLUMNS:
         for parameter in sliced.parameters():
-            parameter.packed_axis = 0  # type: ignore[attr-defined]
-    setattr(parent, name.rpartition(".")[2], sliced)
-
-
-def _rounded(weight: Tensor, linear: nn.Linear, quantization: Quantization, shard: Shard) -> QuantizedLinear:
-    """Round a layer's weight, whose inputs are those of all ranks."""
-    size = linear.in_features
-    if not isinstance(linear, RowLinear):
-        return QuantizedLinear.rounded(weight, linear.bias, quantization, slice(0, size))
-    inputs = slice(shard.rank * size, (shard.rank + 1) * size)
-    layer = QuantizedRowLinear.rounded(weight, linear.bias, quantization, inputs)
-    layer.reducer_key = linear.reducer_key
-    return layer
+            parameter.packed_axis = 0
+    module.set_submodule(name, sliced)

@@ -52,8 +52,15 @@ class ModelKind:
             raise ModelError(f"{config.path} is {reason}")
 
     def context_length(self, configuration: Any) -> int:
-        """Return how many tokens a request may have, prompt and text together."""
-        return int(configuration.get_text_config().max_position_embeddings)
+        """Return how many tokens a request may have, prompt and text together.
+
+        Where one is longer, longrope changes the frequencies of all tokens of its pass, those of others, too.
+        """
+        text = configuration.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+        short = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+        return int(min([text.max_position_embeddings, *short]))
 
     def start_id(self, settings: Mapping[str, Any], generation_settings: Mapping[str, Any]) -> int | None:
         """Return the token that a text starts with after its prompt; None for decoder-only models."""

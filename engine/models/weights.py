@@ -8,6 +8,7 @@ Why not `preadv`: it read 3-5 GB/s from the page cache where copies of mapped pa
 fastsafetensors 0.5 or runai-model-streamer 0.17: both read whole tensors, not columns of them.
 """
 
+import functools
 import logging
 import os
 import re
@@ -125,6 +126,7 @@ class FileNames:
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._parameters = module.state_dict().keys()
+        self._renamed = functools.cache(self._find)  # loading asks several times
         owners = [child for child in module.modules() if hasattr(child, "own_experts")]
         self._own: range | None = owners[0].own_experts if owners else None  # type: ignore[assignment]
 
@@ -147,7 +149,7 @@ class FileNames:
             patterns.index(pattern)
         ]
 
-    def _renamed(self, name: str) -> tuple[str, str | None]:
+    def _find(self, name: str) -> tuple[str, str | None]:
         renamed, pattern = rename_source_key(name, self._renamings, self._converters)
         is_own = name in self._parameters and renamed not in self._parameters
         return (name, None) if is_own else (renamed, pattern)

@@ -59,7 +59,7 @@ class CpuBackend(EagerBackend):
         self._num_bytes = sum(tensor.nbytes for tensor in [*model.module.parameters(), *model.module.buffers()])
         self._compiled: CompiledForward | None = None
         self._compiler: BackgroundCompiler | None = None
-        if model.runs_eagerly is None:
+        if model.why_eager(model.config) is None:
             _pack(model)
         self._max_threads: int = whole._max_threads if whole else source.config.num_threads or torch.get_num_threads()
         torch.set_num_threads(self._max_threads)
@@ -153,8 +153,8 @@ class CpuBackend(EagerBackend):
         shard = self.model.shard
         if shard is not None and shard.world_size > 1:
             return "it is one of several ranks"
-        if self.model.runs_eagerly is not None:
-            return self.model.runs_eagerly
+        if (reason := self.model.why_eager(self.model.config)) is not None:
+            return reason
         if self._source.config.head_only or (self.model.head is not None and not self.model.head.keeps_kv):
             return "its head drafts in another process"
         if self.model.kv_dtype is not None:

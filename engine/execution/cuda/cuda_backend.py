@@ -238,7 +238,7 @@ def make_cuda_backend(
     model: CausalLM, config: ModelConfig, engine: EngineConfig, *, invariant: bool = True, branches: Sequence[int] = ()
 ) -> EagerBackend:
     """Return a backend for a model on a GPU; see `CudaBackend`."""
-    reason = model.runs_eagerly
+    reason = model.why_eager(model.config)
     if reason is None and model.kv_shape.value_dim == 0:
         reason = "its latents are too wide for the kernel that attends"
     if reason is None:

@@ -133,11 +133,6 @@ def pack_experts(module: nn.Module) -> None:
     group_experts(module)
 
 
-def num_packed_weights(module: nn.Module) -> int:
-    """Return how many weights are packed in a module."""
-    return sum(2 * buffer.numel() for name, buffer in module.named_buffers() if name.endswith("_blocks"))
-
-
 def unpack(packed: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the [out, in] numbers of an expert's bytes [out, in / 2] and exponents [out, in / 32]."""
     values, byte = torch.tensor(FP4_VALUES, device=packed.device), torch.arange(256, device=packed.device)

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 
+EXPANDING = "kv_b_proj"
+"""The layer that expands latents, whose weights are floats in a quantised model, too."""
+
 
 class LatentProjection(nn.Module):
-    """Takes the place of the layer that expands latents; its weights stay floats in a quantised model.
+    """Takes the place of the layer that expands latents.
 
     Attributes:
         keys: [heads, size of a key without its rotated part, rank]; values: [heads, rank, value_dim].
@@ -50,8 +53,8 @@ def cache_latents(module: nn.Module) -> None:
         if not hasattr(child, "expand_kv"):
             raise ModelError(f"{type(child).__name__} has latents, but transformers gives no access to them")
         sizes = (child.qk_nope_head_dim, child.v_head_dim, child.kv_a_layernorm.weight)
-        child.latents = LatentProjection(child.kv_b_proj, *sizes)
-        del child.kv_b_proj
+        child.latents = LatentProjection(getattr(child, EXPANDING), *sizes)
+        delattr(child, EXPANDING)
         child.expand_kv = _joined
 
 

@@ -39,11 +39,6 @@ class KVShape(NamedTuple):
         return self.each or (self[1:4],) * self.layers
 
     @property
-    def layer_numbers(self) -> int:
-        """How many numbers a token's key and value have in one layer, the largest if they differ."""
-        return self.kv_heads * (self.key_dim + self.value_dim)
-
-    @property
     def token_numbers(self) -> int:
         """How many numbers a token's keys and values have in all layers."""
         return sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.sizes)

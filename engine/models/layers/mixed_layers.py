@@ -1,13 +1,17 @@
 """Layers that differ in what they attend to: chunks of positions, or keys and values that another layer has written.
 
-transformers makes masks of chunks, which our attention function does without, and counts positions by itself where
-queries depend on them (Llama 4). So each attention module is told at load what the function has to know.
+transformers makes masks of chunks, and of windows, which our attention function does without, and counts positions by
+itself where queries depend on them (Llama 4). So each attention module is told at load what the function has to know.
 """
 
+import inspect
+import sys
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
+
+from engine.models.layers.linear_layers import layer_kinds
 
 CHUNKED = "chunked_attention"
 
@@ -20,20 +24,29 @@ def num_shared(config: PreTrainedConfig) -> int:
 
 
 def describe_layers(module: nn.Module, config: PreTrainedConfig) -> None:
-    """Tell a model's attention modules their chunks, what multiplies their queries, and whose keys they share."""
+    """Tell a model's attention modules their chunks and windows, what multiplies queries, and whose keys they share."""
     text: Any = config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or [])
+    kinds = layer_kinds(config)
     own = kinds[: text.num_hidden_layers - num_shared(config)]
     attention: Any
     for attention in [child for child in module.modules() if hasattr(child, "layer_idx")]:
         kind = kinds[attention.layer_idx] if kinds else None
         if kind == CHUNKED:
             attention.chunk = text.attention_chunk_size
+        if kind in (None, "sliding_attention") and _masks_window(attention):
+            attention.window = getattr(text, "sliding_window", None)
         if getattr(attention, "is_kv_shared_layer", False):
             attention.kv_layer = max(layer for layer, of_layer in enumerate(own) if of_layer == kind)
         if getattr(attention, "attn_temperature_tuning", False):
             attention.attn_temperature_tuning = False
             attention.temperature = None if attention.use_rope else (attention.floor_scale, attention.attn_scale)
+
+
+def _masks_window(attention: nn.Module) -> bool:
+    """Return whether a layer's window is in its mask only, and not among what it hands to the attention function."""
+    code = inspect.unwrap(type(attention).forward).__code__
+    is_handed = "sliding_window" in (*code.co_names, *code.co_consts)
+    return not is_handed and hasattr(sys.modules[type(attention).__module__], "create_sliding_window_causal_mask")
 
 
 def why_mixed(config: PreTrainedConfig) -> str | None:
@@ -42,5 +55,5 @@ def why_mixed(config: PreTrainedConfig) -> str | None:
     if num_shared(config) or text.per_layer_attributes:
         return "its layers differ in their keys and values"
     is_tuned = getattr(text, "attn_temperature_tuning", False)
-    is_chunked = is_tuned or CHUNKED in (getattr(text, "layer_types", None) or ())
+    is_chunked = is_tuned or CHUNKED in layer_kinds(config)
     return "its layers attend in chunks or by positions" if is_chunked else None

@@ -124,7 +124,7 @@ def unpacked(
         if num_bits not in (4, 8):
             raise ModelError(f"{name} has weights of {num_bits} bits; weights of 4 and 8 bits are served")
         weight = _integers(weight, num_bits, form.axes[0], form.order)
-        if zeros is not None:
+        if zeros is not None and zeros.dtype == torch.int32:
             is_v2 = "gptq_v2" in (settings.get("checkpoint_format"), settings.get("format"))
             zeros = _integers(zeros, num_bits, form.axes[1], form.order, 0 if is_v2 else form.zero)
     if form.inputs_first:

@@ -6,6 +6,7 @@ group of inputs, stay quantised, as do gpt-oss' experts. Others become floats as
 memory of an unquantised model. Activations are never quantised.
 """
 
+import fnmatch
 import logging
 import threading
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ _INPUT_SETTINGS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "acti
 
 def check_groups(path: str, model_config: PreTrainedConfig) -> None:
     """Raise ModelError if a layer's inputs cannot be rounded in groups."""
-    for layer_name, layer in linear_layers(model_config).items():
+    for layer_name, layer in linear_layers(on_meta(model_config)).items():
         if layer.in_features % GROUP_SIZE:
             raise ModelError(
                 f"{path}: int4 needs layers whose number of inputs is a multiple of {GROUP_SIZE}, but "
@@ -41,9 +42,8 @@ def check_groups(path: str, model_config: PreTrainedConfig) -> None:
             )
 
 
-def linear_layers(model_config: PreTrainedConfig) -> dict[str, nn.Linear]:
-    """Return the linear layers that are quantised, on the meta device, by their names: all but the output head."""
-    module = on_meta(model_config)
+def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    """Return a model's linear layers that are quantised, by their names: all but the output head."""
     head = module.get_output_embeddings()  # type: ignore[operator]
     layers = module.named_modules()
     return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
@@ -52,8 +52,12 @@ def linear_layers(model_config: PreTrainedConfig) -> dict[str, nn.Linear]:
 def on_meta(model_config: PreTrainedConfig, **arguments: Any) -> nn.Module:
     """Return the unquantised model on the meta device, made with these arguments of `from_config`."""
     with _MAKING, torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(model_config, **arguments)  # type: ignore[no-untyped-call]
-    return module
+        module: Any = AutoModelForCausalLM.from_config(model_config, **arguments)  # type: ignore[no-untyped-call]
+    for part, kept in module._get_dtype_plan(arguments.get("dtype")).items():
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if fnmatch.fnmatchcase(name, f"*{part}*"):
+                tensor.data = tensor.data.to(kept)
+    return module  # type: ignore[no-any-return]
 
 
 def layer_bytes(quantization: Quantization, num_outputs: int, num_inputs: int) -> int:

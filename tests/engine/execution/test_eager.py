@@ -11,6 +11,7 @@ from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import Shard
+from engine.models.families import REFUSED
 from engine.protocols import Draft
 from engine.sampling import noise
 from engine.sampling.noise import Draws
@@ -229,7 +230,8 @@ def test_a_thread_computes_on_the_models_gpu(target_path, monkeypatch):
     assert selected == [torch.device("cuda", 3)]
 
 
-def test_a_model_whose_layers_attend_twice_is_refused_before_the_first_round(tmp_path):
+def test_a_model_whose_layers_attend_twice_is_refused_before_the_first_round(tmp_path, monkeypatch):
+    monkeypatch.delitem(REFUSED, "diffllama")
     save(transformers.DiffLlamaConfig(**SIZES | HEADS), tmp_path)
     with pytest.raises(ModelError, match="whose layers attend twice"):
         load(tmp_path)

@@ -18,7 +18,7 @@ from engine.execution.memory import Footprint
 from engine.execution.registry import make_backend
 from engine.heads.config import HeadConfig
 from engine.heads.registry import load_target
-from engine.models.layers.quantization import layer_bytes, linear_layers
+from engine.models.layers.quantization import layer_bytes, linear_layers, on_meta
 from engine.models.registry import open_model
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.heads.files import head_settings, head_tensors, save_head
@@ -64,7 +64,7 @@ def test_layers_of_two_sizes_take_what_the_cache_allocates(tmp_path):
 def test_a_text_part_is_counted_quantised_whatever_its_layers_are_called_in_the_files(tmp_path):
     path = save(Mistral3Config(**MISTRAL3, tie_word_embeddings=False), tmp_path)
     floats, rounded = (measure(path, quantization=name).weight_bytes for name in ("none", "int8"))
-    layers = linear_layers(open_model(ModelConfig(path)).configuration).values()
+    layers = linear_layers(on_meta(open_model(ModelConfig(path)).configuration)).values()
     sizes = [(layer.out_features, layer.in_features) for layer in layers]
     assert len(sizes) == 4 * 7
     assert floats - rounded == sum(

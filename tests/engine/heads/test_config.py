@@ -7,6 +7,7 @@ from transformers import CONFIG_MAPPING
 
 from engine.errors import ModelError
 from engine.heads.config import kind_of, read_head_config, verifier_of
+from engine.models.causal_lm import kv_shape
 from tests.engine.heads.files import source_of, target_of
 
 QWEN3_8B = (36, 4096, 151936)
@@ -216,3 +217,11 @@ def test_a_head_has_its_targets_logit_scale_and_cap(model_type, fields, expected
     target = SimpleNamespace(path="target", configuration=text)
     head = read_head_config(SimpleNamespace(path="target", settings={}), target)
     assert (head.logit_scale, head.logit_cap) == expected
+
+
+def test_an_mtp_layer_is_of_the_kind_of_the_targets_last_layer():
+    """Of a hybrid, it has keys and values, which the plan of memory counts."""
+    text = CONFIG_MAPPING["qwen3_next"](num_hidden_layers=4)
+    head = read_head_config(SimpleNamespace(path="t", settings={}), SimpleNamespace(path="t", configuration=text))
+    assert (text.layer_types[0], head.layers.layer_types) == ("linear_attention", ["full_attention"])
+    assert kv_shape(head.layers, 1).layers == 1

@@ -128,3 +128,11 @@ def test_an_expert_that_a_rank_lacks_is_named(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.\d\.mlp\.experts\.gate_up_proj"):
         backend_of(path, Shard(0, 2, AbsentOthers()))
+
+
+def test_ranks_keep_in_float32_what_the_whole_model_does(tmp_path):
+    save_family(config_of("DeepseekV3"), tmp_path)
+    ranks, _ = load_ranks(tmp_path, 2, dtype="bfloat16")
+    for backend in (*ranks, backend_of(tmp_path, dtype="bfloat16")):
+        gate = backend.model.module.model.layers[1].mlp.gate
+        assert (gate.e_score_correction_bias.dtype, gate.weight.dtype) == (torch.float32, torch.bfloat16)

@@ -15,7 +15,7 @@ from engine.models.layers.quantization import QuantizedLinear
 from engine.models.registry import open_model
 from tests.engine.models.layers.test_quantization import WIDE, bytes_of, greedy, mark, reference, rotary_bytes, write
 from tests.engine.models.test_shards import load_ranks, logits_of
-from tests.engine.tiny import EXPERTS, HEADS, backend_of, model_of, save
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, backend_of, model_of, save
 
 ROW = {"bits": 4, "group_size": 32}
 
@@ -200,6 +200,19 @@ def test_packed_experts_heads_and_embeddings_become_floats_as_the_log_says(tmp_p
     assert isinstance(module.model.layers[0].self_attn.o_proj, QuantizedLinear)
     assert write(backend, count=12) == greedy(reference(tmp_path / "floats"), 12)
     assert planned(tmp_path) == bytes_of(backend) - rotary_bytes(backend)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_plan_counts_the_layer_that_expands_latents_as_floats(quantization, tmp_path):
+    config = transformers.MiniCPM3Config(**WIDE | LATENT | {"kv_lora_rank": 64})
+    if quantization == "none":
+        save_case("int8", tmp_path, config=config)
+    else:
+        save(config, tmp_path)
+    settings = ModelConfig(str(tmp_path), quantization=quantization)
+    needs = footprint(open_model(settings), EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
+    backend = backend_of(tmp_path, quantization=quantization)
+    assert abs(needs.weight_bytes - bytes_of(backend) + rotary_bytes(backend)) < 16  # factors
 
 
 def test_checkpoints_of_other_layouts_are_refused_by_what_they_have(tmp_path):

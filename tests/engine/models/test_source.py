@@ -8,7 +8,7 @@ import sys
 import pytest
 from huggingface_hub import constants
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, LlamaConfig, MistralConfig
+from transformers import GenerationConfig, LlamaConfig, MistralConfig, Phi3Config
 
 from cluster.workers.actors import DraftWorker, TargetWorker
 from engine import LLM
@@ -43,6 +43,15 @@ def test_a_hub_name_is_found_in_the_local_cache(snapshot):
     assert source.weight_files == [snapshot / "model.safetensors"]
     assert source.configuration.to_dict() == local.configuration.to_dict()
     assert source.tokenizer.get_vocab() == local.tokenizer.get_vocab()
+
+
+def test_with_longrope_no_text_is_so_long_that_those_beside_it_would_change(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = SIZES | {"pad_token_id": 0, "original_max_position_embeddings": 128}
+    Phi3Config(**sizes, rope_parameters=rope).save_pretrained(tmp_path)
+    source = source_of(tmp_path)
+    assert source.configuration.max_position_embeddings == 512
+    assert source.kind.context_length(source.configuration) == 128
 
 
 def test_a_revision_is_found_by_its_name(snapshot):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from engine.models.layers.fusion import FusedLinear, FusedSibling, fuse_projections
+from engine.models.layers.quantization import QuantizedLinear
 
 
 class Block(nn.Module):
@@ -97,3 +98,15 @@ def test_layers_of_which_only_some_have_a_bias_are_left_alone():
     model = nn.ModuleList([block])
     fuse_projections(model)
     assert type(block.q_proj) is nn.Linear
+
+
+def test_packed_layers_of_which_only_some_have_zeros_compute_what_they_did():
+    block, x = Block(), torch.randn(3, 8)
+    ones = torch.ones(4, 1, dtype=torch.int8)
+    for name, size, zeros in (("q_proj", 12, None), ("k_proj", 4, ones), ("v_proj", 4, None)):
+        values = torch.randint(-8, 8, (size, 8), dtype=torch.int8)
+        setattr(block, name, QuantizedLinear(values, torch.rand(size, 1), None, zeros))
+    before = block(x)
+    fuse_projections(nn.ModuleList([block]))
+    for found, plain in zip(block(x), before, strict=True):
+        assert torch.equal(found, plain)

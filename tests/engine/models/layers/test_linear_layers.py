@@ -120,7 +120,7 @@ def test_planned_states_are_those_of_the_loaded_model(backend):
     shapes, chunk = planned_states(backend.model.config)
     assert list(backend.model.state_shapes) == shapes
     assert backend.info.state_chunk == chunk
-    assert backend.model.runs_eagerly == "it has linear layers"
+    assert backend.model.why_eager(backend.model.config) == "it has linear layers"
 
 
 @pytest.mark.parametrize(

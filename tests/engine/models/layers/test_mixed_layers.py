@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
 from engine.models.layers.mixed_layers import describe_layers, why_mixed
-from tests.engine.tiny import GEMMA4, HEADS, LLAMA4, MISTRAL3, SIZES, architectures_of, save
+from tests.engine.models.layers.test_quantization import greedy, reference, write
+from tests.engine.tiny import EXPERTS, GEMMA4, HEADS, LLAMA4, MISTRAL3, SIZES, architectures_of, backend_of, save
 
 MODELS = {
     "gemma 4": lambda: transformers.Gemma4TextConfig(**SIZES | GEMMA4),
@@ -59,6 +60,14 @@ def test_the_text_is_that_of_transformers_generate(name, method, models):
     assert (llm.stats.num_accepted_tokens > 0) is (method != "none")
     assert (llm.stats.num_preemptions > 0) is ("preempted" in method)
     assert llm.stats.num_cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("config", ["PhimoeConfig", "Qwen2MoeConfig"])
+def test_windows_that_transformers_has_in_its_masks_only_are_kept(config, tmp_path):
+    window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2}
+    path = save(getattr(transformers, config)(**SIZES | EXPERTS | window), tmp_path, factor=8.0)
+    assert len(set(text := greedy(reference(path)))) > 5
+    assert write(backend_of(path)) == text
 
 
 def test_models_of_one_kind_are_left_as_they_are_and_compiled():

@@ -24,3 +24,13 @@ def test_words_hold_outputs_or_inputs_in_the_order_of_their_format():
     assert unpacked("x", packed, tensors, {}).integers[5].tolist() == [n - 8 for n in range(8)]
     with pytest.raises(ModelError, match="x has weights of 2 bits; weights of 4 and 8 bits are served"):
         unpacked("x", packed, tensors | {"weight_shape": torch.tensor([8, 16])}, {})
+
+
+def test_zeros_beside_words_may_be_bytes():
+    """As compressed-tensors wrote them before it packed them; they have a sign."""
+    packed, _ = FORMATS["compressed-tensors"]
+    tensors = {"weight_packed": WORD.expand(8, 1), "weight_scale": torch.ones(8, 1)}
+    tensors |= {"weight_shape": torch.tensor([8, 8]), "weight_zero_point": torch.arange(-4, 4).int()[:, None].char()}
+    layer = unpacked("x", packed, tensors, {})
+    assert layer.zeros.flatten().tolist() == [*range(-4, 4)]
+    assert unpacked("x", packed, tensors | {"weight_zero_point": torch.zeros(8, 1).char()}, {}).zeros is None

@@ -120,7 +120,8 @@ def unpacked(
     groups, num_bits = tensors.get(form.groups), 8
     if weight.dtype == torch.int32:
         shape = tensors.get("weight_shape")
-        num_bits = int(settings.get("bits") or 4) if shape is None else 32 * weight.shape[1] // int(shape[1])
+        count = int(shape[1]) if shape is not None else len(groups) if groups is not None else None
+        num_bits = 32 * weight.shape[form.axes[0]] // count if count else int(settings.get("bits") or 4)
         if num_bits not in (4, 8):
             raise ModelError(f"{name} has weights of {num_bits} bits; weights of 4 and 8 bits are served")
         weight = _integers(weight, num_bits, form.axes[0], form.order)

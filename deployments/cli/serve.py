@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import ray
@@ -90,8 +90,11 @@ def group_of_children() -> Iterator[None]:
         try:
             yield
         finally:
-            os.setpgid(0, group)
             leader.kill()
+            with suppress(
+                PermissionError
+            ):  # the shell that started this process, and with it the group, may have ended
+                os.setpgid(0, group)
 
 
 class ExitAtSignal:

@@ -1,4 +1,5 @@
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -68,6 +69,20 @@ finally:
     child.kill()
 """
 """Ends as the server does, with a process in place of Ray's."""
+
+
+def test_a_server_starts_although_the_group_of_its_shell_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[int] = []
+
+    def move(_process: int, group: int) -> None:
+        groups.append(group)
+        if len(groups) == 2:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "setpgid", move)
+    with serve.group_of_children():
+        pass
+    assert groups[1] == os.getpgrp()
 
 
 def test_a_signal_to_make_and_its_process_group_lets_streams_finish(tmp_path: Path) -> None:

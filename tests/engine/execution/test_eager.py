@@ -233,7 +233,7 @@ def test_a_thread_computes_on_the_models_gpu(target_path, monkeypatch):
 def test_a_model_whose_layers_attend_twice_is_refused_before_the_first_round(tmp_path, monkeypatch):
     monkeypatch.delitem(REFUSED, "diffllama")
     save(transformers.DiffLlamaConfig(**SIZES | HEADS), tmp_path)
-    with pytest.raises(ModelError, match="whose layers attend twice"):
+    with pytest.raises(ModelError, match="not every layer attends once"):
         load(tmp_path)
 
 

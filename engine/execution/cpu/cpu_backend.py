@@ -59,7 +59,7 @@ class CpuBackend(EagerBackend):
         self._num_bytes = sum(tensor.nbytes for tensor in [*model.module.parameters(), *model.module.buffers()])
         self._compiled: CompiledForward | None = None
         self._compiler: BackgroundCompiler | None = None
-        if model.why_eager(model.config) is None:
+        if model.info.start_id is None:  # an encoder-decoder reads the weights of its layers
             _pack(model)
         self._max_threads: int = whole._max_threads if whole else source.config.num_threads or torch.get_num_threads()
         torch.set_num_threads(self._max_threads)

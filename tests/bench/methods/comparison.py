@@ -67,7 +67,8 @@ def methods(
             target = make_large_target(Path(workload.target), Path(folder))
             target = make_hybrid_target(target, target / "hybrid") if selection.hybrid else target
             workload = replace(workload, target=str(target))
-            compile_models(workload, console)
+            if not selection.hybrid:  # linear layers run eagerly
+                compile_models(workload, console)
         workload = replace(workload, prompts=[ids for prompts in domains.values() for ids in prompts])
         pair = LoadedPair(
             workload,

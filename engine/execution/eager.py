@@ -9,8 +9,7 @@ from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.backend import Backend, ChainBatch, Part, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.execution.kv_tensors import KVTensors
-from engine.execution.states import StateTensors
+from engine.execution.kv_tensors import KVTensors, StateTensors
 from engine.models.causal_lm import CausalLM
 from engine.protocols import StateRow
 from engine.sampling import noise

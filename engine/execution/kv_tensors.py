@@ -8,12 +8,56 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engine.execution.states import StateTensors
 from engine.models.layers.layer_attention import KVShape
+from engine.models.layers.layer_state import StateShape, Update
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """Larger keys and values become this."""
+
+
+class LayerStates:
+    """The slots of one layer.
+
+    Attributes:
+        inputs: [slots, taps + depth, channels] the convolution's inputs: the last committed ones, then the draft's.
+        matrices: [slots, heads, rows, columns] float32, after the last committed token.
+        updates: of the draft tokens, [slots, depth, ...] each.
+    """
+
+    def __init__(self, shape: StateShape, num_slots: int, depth: int, like: Tensor) -> None:
+        """Allocate zeros, which are also the state before the first token; `like` gives device and inputs' format."""
+        self.taps = shape.taps
+        self.inputs = like.new_zeros(num_slots, shape.taps + depth, shape.channels)
+        zeros = like.float().new_zeros
+        self.matrices = zeros(num_slots, shape.heads, shape.rows, shape.columns)
+        self.updates = Update(
+            zeros(num_slots, depth, shape.heads, shape.decays),
+            zeros(num_slots, depth, shape.heads, shape.rows),
+            zeros(num_slots, depth, shape.groups, shape.columns),
+        )
+
+
+class StateTensors:
+    """The slots of all linear layers; slot 0 is never written, and stands for an empty context."""
+
+    def __init__(self, shapes: Sequence[StateShape], num_slots: int, depth: int, like: Tensor) -> None:
+        """Allocate `num_slots`, slot 0 included, with room for the updates of `depth` draft tokens each."""
+        self.layers = [LayerStates(shape, num_slots, depth, like) for shape in shapes]
+
+    def first_layers(self, count: int) -> Self:
+        """Return the slots of the first layers, in the same memory."""
+        view = copy.copy(self)
+        view.layers = self.layers[:count]
+        return view
+
+    def keep_path(self, slot: int, path: Sequence[int]) -> None:
+        """Move the updates of a tree's accepted nodes, root first, to those of a chain's tokens."""
+        for layer in self.layers:
+            nodes = torch.tensor(path, device=layer.inputs.device)
+            for kept in layer.updates:
+                kept[slot, : len(path)] = kept[slot, nodes]
+            layer.inputs[slot, layer.taps : layer.taps + len(path)] = layer.inputs[slot, layer.taps + nodes]
 
 
 class KVTensors:

@@ -1,4 +1,4 @@
-"""StateTensors: what linear layers keep of contexts, in slots; and RowStates: how the rows of a pass continue them.
+"""RowStates: how the rows of a pass continue the states of linear layers, which are in slots of the cache.
 
 A slot holds the state after its request's last committed token, and the updates of the draft tokens after that. The
 next row of the request says how many of them were accepted, and its pass applies these first: they are the same
@@ -8,61 +8,17 @@ Prompts are computed in chunks that start at absolute places, all later tokens o
 depend on drafts, on other rows, or on how the tokens came into passes.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layers.layer_state import Recurrence, StateShape, Update, updated
+from engine.execution.kv_tensors import LayerStates
+from engine.models.layers.layer_state import Recurrence, Update, updated
 from engine.protocols import StateRow
-
-
-class LayerStates:
-    """The slots of one layer.
-
-    Attributes:
-        inputs: [slots, taps + depth, channels] the convolution's inputs: the last committed ones, then the draft's.
-        matrices: [slots, heads, rows, columns] float32, after the last committed token.
-        updates: of the draft tokens, [slots, depth, ...] each.
-    """
-
-    def __init__(self, shape: StateShape, num_slots: int, depth: int, like: Tensor) -> None:
-        """Allocate zeros, which are also the state before the first token; `like` gives device and inputs' format."""
-        self.taps = shape.taps
-        self.inputs = like.new_zeros(num_slots, shape.taps + depth, shape.channels)
-        zeros = like.float().new_zeros
-        self.matrices = zeros(num_slots, shape.heads, shape.rows, shape.columns)
-        self.updates = Update(
-            zeros(num_slots, depth, shape.heads, shape.decays),
-            zeros(num_slots, depth, shape.heads, shape.rows),
-            zeros(num_slots, depth, shape.groups, shape.columns),
-        )
-
-
-class StateTensors:
-    """The slots of all linear layers; slot 0 is never written, and stands for an empty context."""
-
-    def __init__(self, shapes: Sequence[StateShape], num_slots: int, depth: int, like: Tensor) -> None:
-        """Allocate `num_slots`, slot 0 included, with room for the updates of `depth` draft tokens each."""
-        self.layers = [LayerStates(shape, num_slots, depth, like) for shape in shapes]
-
-    def first_layers(self, count: int) -> Self:
-        """Return the slots of the first layers, in the same memory."""
-        view = copy.copy(self)
-        view.layers = self.layers[:count]
-        return view
-
-    def keep_path(self, slot: int, path: Sequence[int]) -> None:
-        """Move the updates of a tree's accepted nodes, root first, to those of a chain's tokens."""
-        for layer in self.layers:
-            nodes = torch.tensor(path, device=layer.inputs.device)
-            for kept in layer.updates:
-                kept[slot, : len(path)] = kept[slot, nodes]
-            layer.inputs[slot, layer.taps : layer.taps + len(path)] = layer.inputs[slot, layer.taps + nodes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
-from engine.execution.kv_tensors import KVTensors
-from engine.execution.states import LayerStates, StateTensors
+from engine.execution.kv_tensors import KVTensors, LayerStates, StateTensors
 from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.layer_state import StateShape, Update, updated
 from engine.protocols import StateRow

@@ -42,6 +42,15 @@ LATENT = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
+LONGCAT = {
+    "num_layers": 1,
+    "head_dim": 8,
+    "ffn_hidden_size": 64,
+    "expert_ffn_hidden_size": 16,
+    "zero_expert_num": 2,
+    "moe_topk": 2,
+}
+"""In place of `num_hidden_layers`, it has `num_layers`, of two sublayers each."""
 
 SHARED = {
     "head_dim": 16,

@@ -11,26 +11,17 @@ from engine.params import SamplingParams
 from tests.engine.models.test_shards import Ranks, load_ranks, logits_of
 from tests.engine.ranks import AbsentOthers, on_ranks
 from tests.engine.running import make_engine, run
-from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, backend_of, save
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, LONGCAT, SIZES, backend_of, save
 
 FOUR = SIZES | EXPERTS | {"num_key_value_heads": 4}
 LLAMA4 = {"layer_types": ["full_attention"] * 2, "attn_temperature_tuning": False, "intermediate_size_mlp": 64}
-LONGCAT = {
-    "num_hidden_layers": None,
-    "num_layers": 1,
-    "head_dim": 8,
-    "ffn_hidden_size": 64,
-    "expert_ffn_hidden_size": 16,
-    "zero_expert_num": 2,
-    "moe_topk": 2,
-}
 FAMILIES = {
     **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "Dots1", "SolarOpen", "HYV3", "Afmoe"), HEADS),
     **dict.fromkeys(("GptOss", "HunYuanMoEV1", "MiniMaxM2", "Olmoe", "FlexOlmo", "Phimoe"), HEADS),
     **dict.fromkeys(("GraniteMoe", "GraniteMoeShared", "Glm", "Glm4", "Olmo2", "Olmo3"), HEADS),
     **dict.fromkeys(("AXK1", "DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu"), LATENT),
     "Llama4Text": HEADS | LLAMA4,
-    "LongcatFlash": LATENT | LONGCAT,
+    "LongcatFlash": LATENT | LONGCAT | {"num_hidden_layers": None},
 }
 
 

@@ -20,18 +20,10 @@ from engine.models.layers.quantization import QuantizedLinear
 from engine.params import SamplingParams
 from tests.engine.running import chains, make_engine, run
 from tests.engine.test_zoo import expected
-from tests.engine.tiny import EXPERTS, LATENT, SIZES, backend_of, model_of, save, source_of
+from tests.engine.tiny import EXPERTS, LATENT, LONGCAT, SIZES, backend_of, model_of, save, source_of
 from tests.fakes import TreeDrafter
 
 BLOCK = 8
-LONGCAT = {
-    "num_layers": 1,
-    "head_dim": 8,
-    "ffn_hidden_size": 64,
-    "expert_ffn_hidden_size": 16,
-    "zero_expert_num": 2,
-    "moe_topk": 2,
-}
 FAMILIES = {
     **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3"), EXPERTS | LATENT),
     "LongcatFlash": LATENT | {"n_routed_experts": 4} | LONGCAT,

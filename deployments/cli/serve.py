@@ -91,9 +91,8 @@ def group_of_children() -> Iterator[None]:
             yield
         finally:
             leader.kill()
-            with suppress(
-                PermissionError
-            ):  # the shell that started this process, and with it the group, may have ended
+            # The shell that started this process may have ended, and the group with it.
+            with suppress(PermissionError):
                 os.setpgid(0, group)
 
 

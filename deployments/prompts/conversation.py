@@ -9,6 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Template, TemplateError
@@ -133,17 +134,21 @@ def _special_tokens(tokenizer: "PreTrainedTokenizerFast") -> re.Pattern[str] | N
 
 def _effort(tokenizer: Any, effort: ReasoningEffort | None, tools: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the variables that tell the chat template an effort; raise RequestError if it reads none of them."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
     if effort is None:
         return {}
-    template = tokenizer.get_chat_template(tools=tools or None)
-    parsed = _compile_jinja_template(template).environment.parse(template)
-    switches = _SWITCHES & find_undeclared_variables(parsed)
+    switches = _switches_of(tokenizer.get_chat_template(tools=tools or None))
     if not switches:
         reason = f"the chat template reads none of {', '.join(sorted(_SWITCHES))}"
         raise RequestError(f"reasoning_effort is {effort!r}, but {reason}", "reasoning_effort")
     return {name: effort if name == "reasoning_effort" else effort != "none" for name in switches}
+
+
+@cache
+def _switches_of(template: str) -> set[str]:
+    """Return which of the switches a chat template reads."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _SWITCHES & find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))
 
 
 def _segments(rendered: str, stand_ins: dict[str, str]) -> list[Segment]:

@@ -28,9 +28,8 @@ from engine.models.source import ModelSource
 from engine.models.weights import FileNames, assign, fill
 
 _HEAD = "lm_head"
-_COLUMNS, ROWS, _PACKED_COLUMNS, _PACKED_ROWS, _EXPERTS = (
-    *("colwise", "rowwise", "packed_colwise", "packed_rowwise", "moe_tp_experts"),
-)
+_COLUMNS, ROWS, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
+_PACKED_COLUMNS, _PACKED_ROWS = "packed_colwise", "packed_rowwise"
 _WHOLE = {
     *("replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj", "local_params"),
     *("colwise_gather_output", "rowwise_split_input"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.blocks.block_pool import salt_digest
 from engine.config import EngineConfig, ModelInfo
-from engine.control.plan import Plan, Planner
+from engine.control.plan import Plan, Planner, RoundSeconds
 from engine.control.stats import RequestStats
 from engine.detokenizer import Detokenizer
 from engine.drafting.check import check_drafts
@@ -175,7 +175,7 @@ class Engine:
         verdicts = await self.verifier.verify([row.verify(draft) for row, draft in zip(batch, drafts, strict=True)])
         outputs = self.scheduler.commit(batch, verdicts)
         ended = self._clock()
-        self._learn(plan, batch, verdicts, ended - started)
+        self._learn(plan, batch, verdicts, RoundSeconds(ended - started))
         self._committed.append(_Round(batch, outputs, started, ended))
         for sequence, _ in outputs:
             if sequence.finish_reason is not None:
@@ -195,7 +195,7 @@ class Engine:
                     self.request_stats.release(output.request_id)
         return [output for done in rounds for _, output in done.outputs]
 
-    def _learn(self, plan: Plan, batch: list[ScheduledRow], verdicts: Ids[Verdict], seconds: float) -> None:
+    def _learn(self, plan: Plan, batch: list[ScheduledRow], verdicts: Ids[Verdict], seconds: RoundSeconds) -> None:
         """Teach the planner a round, and count its length."""
         self.planner.observe(plan, batch, verdicts, seconds)
         self.stats.num_rounds_by_length[plan.num_draft_tokens, plan.reason] += 1

@@ -8,7 +8,7 @@ A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committe
 `parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
 """
 
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -27,6 +27,8 @@ class Draft:
     `is_predicted` says that the tokens are a copy of the output that the client predicts.
 
     `num_deferred` tokens are left to the target, which drafts them before it verifies; then the draft holds none.
+
+    `confidences` ([n]) are the drafter's own estimates, per node, that the target accepts it if it accepts its parent.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -35,6 +37,7 @@ class Draft:
     top_probs: list[list[float]] | None = None
     num_deferred: int = 0
     is_predicted: bool = False
+    confidences: list[float] | None = None
 
     @property
     def is_chain(self) -> bool:
@@ -260,6 +263,23 @@ class Verifier(Protocol):
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored."""
         ...
+
+
+Overlap = Literal["none", "ahead", "alternate"]
+"""What a drafter does while the target verifies: nothing; drafts for the likeliest verdicts; or drafts for the other of
+two cohorts of requests, whose rounds alternate."""
+
+
+class Overlapping(Protocol):
+    """A drafter in another process, which can work while the target does.
+
+    Attributes:
+        overlaps: what it is able to do then.
+        overlap: which of these it does; the planner sets it before a round.
+    """
+
+    overlaps: Collection[Overlap]
+    overlap: Overlap
 
 
 @runtime_checkable

@@ -6,7 +6,22 @@ from dataclasses import dataclass, field
 from engine.config import EngineConfig
 from engine.control.acceptance import Acceptance
 from engine.control.goodput import Goodput, Reason
-from engine.protocols import Drafter, PlansCopies, ProposeRow, Request, ScheduledRow, Verdict
+from engine.protocols import Draft, Drafter, Overlapping, PlansCopies, ProposeRow, Request, ScheduledRow, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSeconds:
+    """What a round took.
+
+    Attributes:
+        total_s: from the end of the round before it to its end; from its start, if the engine was idle.
+        draft_s: of that, waiting for drafts.
+        verify_s: from when the target could begin (the round was sent, and the one before it had ended) to its verdicts.
+    """
+
+    total_s: float
+    draft_s: float = 0.0
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +55,19 @@ class Plan:
 class Planner:
     """Chooses draft lengths by measured goodput, within the limits and fixed lengths of requests, and plans copies."""
 
-    def __init__(self, config: EngineConfig, acceptance: Acceptance, drafter: Drafter) -> None:
+    def __init__(
+        self, config: EngineConfig, acceptance: Acceptance, drafter: Drafter, remote: Overlapping | None = None
+    ) -> None:
         self.max_draft_tokens = 0 if config.speculation == "off" else config.num_speculative_tokens
         self.goodput = Goodput(self.max_draft_tokens, acceptance, config.speculation)
         self._copier = drafter if isinstance(drafter, PlansCopies) else None
+
+    def choose_cohorts(self, num_decoding: int) -> int:
+        """Choose what the drafter does while the target verifies, for so many requests; return the number of cohorts.
+
+        With two, their rounds alternate: one is drafted for while the target verifies the other.
+        """
+        return 1
 
     def plan(self, decoding: Sequence[Request], *, has_prompts: bool) -> Plan:
         """Plan the next round, given the requests that can get drafts and whether it will compute prompts, too."""
@@ -59,13 +83,19 @@ class Planner:
             length, reason = max(_limit(request, self.max_draft_tokens) for request in decoding), "request"
         return Plan(length, reason, copies, limits, is_measured)
 
-    def observe(self, plan: Plan, batch: Sequence[ScheduledRow], verdicts: Sequence[Verdict], seconds: float) -> None:
+    def trim(self, plan: Plan, rows: Sequence[ProposeRow], drafts: Sequence[Draft]) -> list[Draft]:
+        """Return the drafts without the nodes that are not worth their place in the pass."""
+        return list(drafts)
+
+    def observe(
+        self, plan: Plan, batch: Sequence[ScheduledRow], verdicts: Sequence[Verdict], seconds: RoundSeconds
+    ) -> None:
         """Learn acceptance and round times from a round."""
         for row, verdict in zip(batch, verdicts, strict=True):
             if plan.decides(row.request):
                 self.goodput.acceptance.observe(row.num_draft_tokens, verdict.path)
         if plan.is_measured and len(batch) == len(plan.limits):
-            self.goodput.observe(plan.limits, seconds)
+            self.goodput.observe(plan.limits, seconds.total_s)
 
 
 def _limit(request: Request, length: int) -> int:

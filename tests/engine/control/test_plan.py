@@ -4,7 +4,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.control.acceptance import ChainAcceptance
-from engine.control.plan import Plan, Planner
+from engine.control.plan import Plan, Planner, RoundSeconds
 from engine.params import SamplingParams
 from engine.protocols import NoDrafter, Request, ScheduledRow, Verdict
 from tests.engine.control.test_goodput import RecordingDrafter
@@ -85,12 +85,12 @@ def test_acceptance_is_learned_from_chosen_lengths_and_times_from_whole_rounds()
     control.goodput.acceptance.observe = lambda length, path: learned.append((length, path))
     control.goodput.observe = lambda limits, seconds: times.append((limits, seconds))
     plan = control.plan([row.request for row in batch], has_prompts=False)
-    control.observe(plan, batch, [Verdict([5, 6], [0]), Verdict([5]), Verdict([5])], 0.5)
+    control.observe(plan, batch, [Verdict([5, 6], [0]), Verdict([5]), Verdict([5])], RoundSeconds(0.5))
     assert (learned, times) == ([(2, [0])], [])
     plan = Plan(2, limits=[K], is_measured=True)
-    control.observe(plan, batch[:1], [Verdict([5])], 0.25)
+    control.observe(plan, batch[:1], [Verdict([5])], RoundSeconds(0.25))
     assert times == [([K], 0.25)]
-    control.observe(plan, [batch[0], batch[0]], [Verdict([5])] * 2, 0.25)
+    control.observe(plan, [batch[0], batch[0]], [Verdict([5])] * 2, RoundSeconds(0.25))
     assert len(times) == 1, "the round computed a prompt, too"
 
 

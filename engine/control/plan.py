@@ -16,7 +16,7 @@ class RoundSeconds:
     Attributes:
         total_s: from the end of the round before it to its end; from its start, if the engine was idle.
         draft_s: of that, waiting for drafts.
-        verify_s: from when the target could begin (the round was sent, and the one before it had ended) to its verdicts.
+        verify_s: from when the target could begin, as it had the round and had ended the one before, to its verdicts.
     """
 
     total_s: float

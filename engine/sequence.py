@@ -18,12 +18,16 @@ class Sequence:
         block_ids: the block table; it only grows, until another array replaces it.
         num_computed: number of tokens whose keys and values are in `block_ids`.
         digests: digests of the full, computed blocks (`block_pool.block_digest`).
+        priority: lower starts earlier.
+        owner: whose request it is; owners share the engine's tokens equally while their requests wait.
         prompt_logprobs: log probabilities of the prompt tokens computed so far, from the second on, if requested.
     """
 
     request: Request
     end_ids: frozenset[int]
     detokenizer: Detokenizer | None
+    priority: int = 0
+    owner: str = ""
     block_ids: BlockTable = field(default_factory=block_table)
     digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0

@@ -20,6 +20,7 @@ from deployments.observe.metrics import ReplicaMetrics, RouterMetrics
 from deployments.ray_internals import bind_replica
 from deployments.router.delivery import Delivery
 from deployments.router.round_loop import RoundLoop
+from deployments.routing.prefixes import landmarks
 from deployments.wire import (
     IS_RECOVERING,
     NUM_REQUESTS,
@@ -75,6 +76,7 @@ class Router:
         )
         self._metrics = RouterMetrics(self._engine, self._group.remote_drafter, self._group.remote_verifier)
         self._deliveries: dict[InboxAddress, Delivery] = {}
+        self._prefixes: set[int] = set()
         self._exit.callback(self._disconnect)
         self._loop = RoundLoop(self._engine, self._group, self._metrics, round_timeout_s=2 * settings.round_timeout_s)
         self._exit.push_async_callback(self._loop.stop)
@@ -118,6 +120,8 @@ class Router:
         try:
             if request.target_id not in (None, served := self._description.target_id):
                 raise WrongTargetError(f"this Router serves {served}, the request is for another target")
+            if self._engine.config.enable_prefix_caching:
+                self._prefixes |= landmarks(request.prefixes)
             with delivery.stream(request) as stream:
                 await self._loop.generate(stream)
         except SENT_ERRORS as error:
@@ -185,7 +189,9 @@ class Router:
             num_ingresses=sum(delivery.has_requested for delivery in deliveries),
             target_id=self._description.target_id,
             compiling=self._group.compiling,
+            prefixes=tuple(self._prefixes),
         )
+        self._prefixes.clear()
         unstarted_ids = frozenset(self._engine.scheduler.unstarted_ids)
         for delivery in deliveries:
             movable = delivery.movable(unstarted_ids)

@@ -9,8 +9,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from cluster.protocol.messages import (
@@ -31,7 +31,7 @@ from cluster.protocol.validation import check_proposal, check_verdicts, with_dra
 from cluster.round_times import RoundTimes, shape_of
 from cluster.transport import ConnectionLostError, DeadlineError, Link, PeerGoneError, TransportError
 from engine.errors import TargetError
-from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
+from engine.protocols import NO_DRAFT, Draft, Overlap, ProposeRow, Verdict, VerifyRow
 
 if TYPE_CHECKING:
     from engine.control.stats import RunAheadStats
@@ -69,20 +69,20 @@ class RemoteDrafter:
 
     `fallbacks` counts rounds without drafts by reason: `absent` (no worker, or its connection is lost), `timeout`,
     `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker).
+
+    A worker that runs ahead is sent requests before they need drafts; see `Overlapping`.
     """
 
-    def __init__(self, *, vocab_size: int = 0, timeout_s: float, prepares: bool = False) -> None:
-        """Make a drafter without a worker; `vocab_size` may be set later, before the first round.
-
-        `prepares` says that the worker runs ahead, so it is sent requests before they need drafts.
-        """
+    def __init__(self, *, vocab_size: int = 0, timeout_s: float, overlaps: tuple[Overlap, ...] = ("none",)) -> None:
+        """Make a drafter without a worker; `vocab_size` may be set later, before the first round."""
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
         self.unprepared: dict[str, int] = {}
         self.features: dict[str, int] = {}
         self.run_ahead: RunAheadStats | None = None
         self._num_hits = self._num_misses = 0
-        self._prepares = prepares
+        self.overlaps: Collection[Overlap] = overlaps
+        self.overlap: Overlap = "ahead" if "ahead" in overlaps else "none"
         self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._link: Link | None = None
@@ -113,7 +113,7 @@ class RemoteDrafter:
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return one draft per row; all are empty if the worker is absent, late or sends an invalid reply."""
-        if not any(self._prepares or row.num_draft_tokens for row in rows):
+        if not any(self.overlap == "ahead" or row.num_draft_tokens for row in rows):
             return [NO_DRAFT] * len(rows)
         link = self._link
         if link is None or self._pause is not None:
@@ -156,7 +156,8 @@ class RemoteDrafter:
     async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
         deltas, released = self._acknowledged.deltas(rows)
         entries = [ProposeEntry(delta, row.num_draft_tokens) for delta, row in zip(deltas, rows, strict=True)]
-        reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries))
+        ahead = self.overlap == "ahead"
+        reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries, ahead))
         if link is not self._link:
             raise PeerGoneError("the draft worker was replaced during the round")
         self._acknowledged.acknowledge(released, rows if isinstance(reply, Drafts) else ())
@@ -201,7 +202,10 @@ class RemoteDrafter:
 
 
 class RemoteVerifier:
-    """Verifies through the target's ranks: all get the same requests in the same order, and rank 0 replies."""
+    """Verifies through the target's ranks: all get the same requests in the same order, and rank 0 replies.
+
+    A round may be sent before the one before it has ended; the ranks compute them in order.
+    """
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
         """Make a verifier without ranks; `timeout_s` is the longest that a round may take; see `RoundTimes`."""
@@ -214,6 +218,10 @@ class RemoteVerifier:
         self._round = 0
         self._acknowledged = Acknowledged()
         self._times = RoundTimes()
+        self._sending = asyncio.Lock()
+        self._due_s: dict[int, float] = {}
+        """By round: how long each round in flight may take by itself."""
+        self._replied_s = 0.0
 
     @property
     def is_available(self) -> bool:
@@ -227,6 +235,7 @@ class RemoteVerifier:
         that a request to them was lost; all ranks must be restarted then.
         """
         self._links = list(links)
+        self._due_s = {}
         self._round = 0
         self._acknowledged = Acknowledged()
         self._times = RoundTimes()
@@ -242,7 +251,6 @@ class RemoteVerifier:
 
         Raises TargetError if a rank is lost or late, or sent an invalid reply; all ranks must be restarted.
         """
-        started = time.perf_counter()
         try:
             reply = await self._verify(rows)
             if isinstance(reply, PrefixMissing):
@@ -258,7 +266,6 @@ class RemoteVerifier:
             raise TargetError(f"the target did not finish a round: {error}") from error
         self.unprepared = reply.unprepared
         self.calls.compute_s += reply.compute_s
-        self.calls.wait_s += time.perf_counter() - started
         return verdicts
 
     def release(self, request_id: str) -> None:
@@ -269,22 +276,39 @@ class RemoteVerifier:
         links = self._links
         if not links:
             raise PeerGoneError(self._lost)
-        self._round += 1
-        deltas, released = self._acknowledged.deltas(rows)
-        entries = [
-            VerifyEntry(delta, row.start, row.length, row.draft, row.state)
-            for delta, row in zip(deltas, rows, strict=True)
-        ]
-        shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
-        deadline_s = self._times.deadline_s(shape, self._timeout_s)
-        request = Verify(self._round, links[0].version, deadline_s, released, entries)
-        started = time.perf_counter()
-        for link in links[1:]:
-            await link.post(request)
-        reply = await links[0].call(request)
+        async with self._sending:  # or a rank could get two rounds in the wrong order
+            self._round += 1
+            deltas, released = self._acknowledged.deltas(rows)
+            entries = [
+                VerifyEntry(delta, row.start, row.length, _judged(row.draft), row.state)
+                for delta, row in zip(deltas, rows, strict=True)
+            ]
+            shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
+            own_s, earlier_s = self._times.deadline_s(shape, self._timeout_s), sum(self._due_s.values())
+            request = Verify(self._round, links[0].version, own_s + earlier_s, released, entries)
+            self._due_s[request.round] = own_s
+            started = time.perf_counter()
+            try:
+                for link in links[1:]:
+                    await link.post(request)
+                answer = await links[0].begin(request)
+            except BaseException:
+                del self._due_s[request.round]
+                raise
+        try:
+            reply = await answer
+        finally:
+            self._due_s.pop(request.round, None)
+        started, self._replied_s = max(started, self._replied_s), time.perf_counter()
+        self.calls.wait_s += self._replied_s - started
         if links is not self._links:
             raise PeerGoneError(self._lost)
         if isinstance(reply, Verdicts):
-            self._times.observe(shape, time.perf_counter() - started)
+            self._times.observe(shape, self._replied_s - started)
         self._acknowledged.acknowledge(released, rows if isinstance(reply, Verdicts) else ())
         return reply
+
+
+def _judged(draft: Draft) -> Draft:
+    """Return what the target needs of a draft."""
+    return draft if draft.confidences is None else replace(draft, confidences=None)

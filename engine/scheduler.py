@@ -3,6 +3,9 @@
 Continuous batching with chunked prefill under one token budget: decoding requests get their last token and their
 draft first, prompts get the rest. When blocks run out, the youngest of the running requests with the highest `priority`
 is preempted: it frees its blocks and recomputes its committed tokens later.
+
+With two cohorts, a second round may begin before the first has ended. Each takes an equal share of the requests, of
+those that are not in flight, longest waiting first; so the cohorts stay equal without a list of their members.
 """
 
 from engine.blocks.block_pool import BlockPool, block_digest
@@ -17,7 +20,11 @@ from engine.waiting import WaitingQueue
 
 
 class Scheduler:
-    """Owns the sequences and the target's block tables; committed tokens change in `commit` only."""
+    """Owns the sequences and the target's block tables; committed tokens change in `commit` only.
+
+    Attributes:
+        num_cohorts: the most rounds in flight; each schedules one cohort of the requests.
+    """
 
     def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int, state_chunk: int = 0) -> None:
         self.config = config
@@ -27,6 +34,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.waiting = WaitingQueue(config.max_queued_requests)
         self.running: list[Sequence] = []
+        self.num_cohorts = 1
+        self._num_rounds = 0
         self._lacks_blocks = False
 
     def add(self, sequence: Sequence) -> None:
@@ -41,7 +50,10 @@ class Scheduler:
                 self._free(sequence)
 
     def reset(self) -> None:
-        """Move all running requests back to the queue and forget all blocks, because the target lost its KV cache."""
+        """Move all running requests back to the queue and forget all blocks, because the target lost its KV cache.
+
+        `commit` must not get a round that was in flight.
+        """
         while self.running:
             self._requeue(self.running[-1])
         self.pool.clear()
@@ -53,19 +65,28 @@ class Scheduler:
         return [s.request.request_id for s in self.waiting if not s.has_begun]
 
     @property
+    def num_decoding(self) -> int:
+        """The number of running requests whose prompts are computed."""
+        return sum(sequence.is_decoding for sequence in self.running)
+
+    @property
     def decoding(self) -> list[Request]:
-        """The running requests whose prompts are computed, so that they can get drafts."""
-        return [s.request for s in self.running if s.is_decoding]
+        """The requests of the next round whose prompts are computed, so that they can get drafts."""
+        return [sequence.request for sequence in self._cohort if sequence.is_decoding]
 
     @property
     def has_prompts(self) -> bool:
         """Whether the next round is likely to compute prompts; prompts that wait for blocks do not count."""
-        is_full = len(self.running) >= self.config.max_num_seqs or self._lacks_blocks
-        return (bool(self.waiting) and not is_full) or not all(s.is_decoding for s in self.running)
+        cohort = self._cohort
+        is_full = len(self.running) >= self.config.max_num_seqs or self._lacks_blocks or len(cohort) >= self._share
+        return (bool(self.waiting) and not is_full) or not all(sequence.is_decoding for sequence in cohort)
 
     def next_batch(self, plan: Plan) -> list[ScheduledRow]:
-        """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks."""
-        for sequence in [s for s in reversed(self.running) if self.states.is_unsure(s.request)]:
+        """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks.
+
+        They are in flight until `commit` or `withdraw` gets them.
+        """
+        for sequence in [s for s in reversed(self.running) if self.states.is_unsure(s.request) and not s.is_in_flight]:
             self._requeue(sequence)
         budget, k = self.config.max_num_batched_tokens, self.config.num_speculative_tokens
         # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places, and what
@@ -76,7 +97,7 @@ class Scheduler:
             longest = k
         rows: list[ScheduledRow] = []
         # Decoding rows first, so that a long prompt does not delay them.
-        for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
+        for sequence in sorted(self._cohort, key=lambda s: not s.is_decoding):
             if budget <= 0:
                 break
             if sequence not in self.running:  # preempted for an older one
@@ -87,7 +108,7 @@ class Scheduler:
                 budget -= row.length + row.num_draft_tokens
                 longest -= max(0, row.num_draft_tokens - k)
         self._lacks_blocks = False
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and len(rows) < self._share:
             admitted = self._admit(self.waiting.first, budget, plan)
             if admitted is None:
                 self._lacks_blocks = True
@@ -95,7 +116,15 @@ class Scheduler:
             rows.append(admitted)
             budget -= admitted.length + admitted.num_draft_tokens
         self.states.assign(rows)
+        self._num_rounds += 1
+        for sequence in self._running_of(rows):
+            sequence.is_in_flight, sequence.last_round = True, self._num_rounds
         return rows
+
+    def withdraw(self, batch: list[ScheduledRow]) -> None:
+        """Take back a round that was not computed, or whose verdicts were lost."""
+        for sequence in self._running_of(batch):
+            sequence.is_in_flight = False
 
     def commit(self, batch: list[ScheduledRow], verdicts: list[Verdict]) -> list[tuple[Sequence, RequestOutput]]:
         """Commit the verdicts' tokens, publish full blocks, and remove finished requests.
@@ -103,6 +132,7 @@ class Scheduler:
         Returns the outputs without text, and their sequences, whose `decode` adds it.
         """
         outputs = []
+        self.withdraw(batch)
         running = {id(sequence.request): sequence for sequence in self.running}
         for row, verdict in zip(batch, verdicts, strict=True):
             sequence = running.get(id(row.request))
@@ -124,6 +154,24 @@ class Scheduler:
                 self._free(sequence)
         return outputs
 
+    @property
+    def _share(self) -> int:
+        """The most requests of one round."""
+        num_requests = min(self.config.max_num_seqs, len(self.running) + len(self.waiting))
+        return -(-num_requests // self.num_cohorts)
+
+    @property
+    def _cohort(self) -> list[Sequence]:
+        """The running requests of the next round, oldest first."""
+        idle = [sequence for sequence in self.running if not sequence.is_in_flight]
+        if len(idle) > self._share:
+            idle = sorted(idle, key=lambda sequence: sequence.last_round)[: self._share]
+        return idle
+
+    def _running_of(self, batch: list[ScheduledRow]) -> list[Sequence]:
+        requests = {id(row.request) for row in batch}
+        return [sequence for sequence in self.running if id(sequence.request) in requests]
+
     def _row(self, sequence: Sequence, budget: int, plan: Plan, longest: int) -> ScheduledRow:
         # A source may exceed the remaining budget: it has its own pass.
         length = max(min(sequence.num_uncomputed, budget), sequence.num_inseparable)
@@ -137,9 +185,14 @@ class Scheduler:
         return ScheduledRow(sequence.request, num_draft_tokens, sequence.num_computed, length, sequence.block_ids)
 
     def _reserve(self, sequence: Sequence, row: ScheduledRow, batch: list[ScheduledRow]) -> bool:
-        """Allocate a row's blocks, preempting other requests; return False if that preempts the row itself."""
+        """Allocate a row's blocks, preempting other requests that are not in flight.
+
+        Returns False if that preempts the row itself, or if the row waits for requests in flight that come after it.
+        """
         while not self._grow(sequence, row):
-            victim = max(reversed(self.running), key=lambda running: running.priority)  # the youngest of those
+            last, victim = _last(self.running), _last([s for s in self.running if not s.is_in_flight])
+            if victim is sequence and last.is_in_flight:
+                return False
             self._requeue(victim)
             self.stats.num_preemptions += 1
             batch[:] = [earlier for earlier in batch if earlier.request is not victim.request]
@@ -189,6 +242,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._free(sequence)
+        sequence.is_in_flight = False
         self.waiting.put_back(sequence)
 
     def _free(self, sequence: Sequence) -> None:
@@ -202,3 +256,8 @@ class Scheduler:
             parent = sequence.digests[-1] if sequence.digests else sequence.request.salt
             sequence.digests.append(block_digest(parent, token_ids[index * size : (index + 1) * size]))
             self.pool.publish(sequence.block_ids[index], sequence.digests[-1])
+
+
+def _last(running: list[Sequence]) -> Sequence:
+    """Return the youngest of the requests with the highest `priority`."""
+    return max(reversed(running), key=lambda sequence: sequence.priority)

@@ -73,7 +73,8 @@ class Router:
             num_blocks=self._group.num_blocks,
             tokenizer=self._group.target_source.tokenizer,
         )
-        self._metrics = RouterMetrics(self._engine, self._group.remote_drafter, self._group.remote_verifier)
+        links = self._group.remote_drafter, self._group.remote_verifier
+        self._metrics = RouterMetrics(self._engine, *links, has_draft=settings.method.runs_in != "router")
         self._deliveries: dict[InboxAddress, Delivery] = {}
         self._exit.callback(self._disconnect)
         self._loop = RoundLoop(self._engine, self._group, self._metrics, round_timeout_s=2 * settings.round_timeout_s)
@@ -173,6 +174,7 @@ class Router:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             self._report()
+            self._metrics.watch_draft()
 
     def _report(self) -> None:
         self._deliveries = {address: entry for address, entry in self._deliveries.items() if not entry.is_lost}

@@ -122,6 +122,8 @@ class Engine:
         cache_salt: str | None = None,
         output_token_ids: Ids[int] = (),
         predicted_token_ids: Ids[int] = (),
+        priority: int = 0,
+        owner: str = "",
     ) -> None:
         """Queue a request; it shares cached prefixes only with requests of the same `cache_salt`.
 
@@ -130,11 +132,14 @@ class Engine:
                 the coupled rule, the text continues as it would have there, else by the same law. Such requests are
                 queued before new ones.
             predicted_token_ids: the output that the client predicts, to draft from; it does not change the text.
+            priority: lower starts earlier, and is preempted later.
+            owner: whose request it is: see `WaitingQueue`.
 
         Raises:
             RequestError: this model cannot serve the prompt or a parameter, its drafts are shorter than the fixed
                 length, or the output has ended.
-            QueueFullError: `max_queued_requests` are waiting, and the request has no output yet.
+            QueueFullError: `max_queued_requests` are waiting, the owner has its share of them, and the request has no
+                output yet.
         """
         params = self._resolve(prompt_token_ids, params, is_new=not output_token_ids)
         self._check_ids("prediction", predicted_token_ids)
@@ -157,6 +162,8 @@ class Engine:
             ),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,
+            priority=priority,
+            owner=owner,
         )
         sequence.resume(list(output_token_ids))
         self.scheduler.add(sequence)

@@ -60,11 +60,6 @@ class Pair(speed_up.Pair):
         target, _, draft = name.partition("+")
         return cls(PacedDevice.of(target), PacedDevice.of(draft or target), name)
 
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of a group without a draft."""
-        return self.target.num_gpus
-
     def bound(self, num_rows: float, k: int, context: float) -> float:
         """Return how much faster rounds are whose drafts take no time: `1 + k * t_draft / t_verify`."""
         return 1 + self.draft_s(num_rows, k, context) / self.target_s(num_rows, k, context)

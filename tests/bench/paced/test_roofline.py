@@ -41,4 +41,4 @@ def test_a_pairs_passes_are_its_devices_and_the_bound_hides_the_draft():
     assert (pair.target_s(8.2, 4, 300.4), pair.draft_s(8.2, 4, 300.4)) == (verify_s, draft_s)
     assert pair.bound(8, 4, 300) == 1 + draft_s / verify_s
     assert Pair.of("h100-8b").draft == Pair.of("h100-8b").target
-    assert (pair.num_gpus, pair.name) == (4, "h100x4-70b+l4-1b")
+    assert (pair.target.num_gpus, pair.name) == (4, "h100x4-70b+l4-1b")

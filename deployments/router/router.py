@@ -75,7 +75,8 @@ class Router:
             tokenizer=self._group.target_source.tokenizer,
             remote=self._group.remote_drafter if settings.has_draft_worker else None,
         )
-        self._metrics = RouterMetrics(self._engine, self._group.remote_drafter, self._group.remote_verifier)
+        links = self._group.remote_drafter, self._group.remote_verifier
+        self._metrics = RouterMetrics(self._engine, *links, has_draft=settings.method.runs_in != "router")
         self._deliveries: dict[InboxAddress, Delivery] = {}
         self._prefixes: set[int] = set()
         self._exit.callback(self._disconnect)
@@ -178,6 +179,7 @@ class Router:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             self._report()
+            self._metrics.watch_draft()
 
     def _report(self) -> None:
         self._deliveries = {address: entry for address, entry in self._deliveries.items() if not entry.is_lost}

@@ -6,6 +6,7 @@ from typing import Literal
 
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.registry import Method, check_kinds, choose_method
+from engine.errors import ModelError
 from engine.models.source import ModelSource
 
 LogFormat = Literal["text", "json"]
@@ -52,6 +53,11 @@ class GroupConfig:
         """Whether a draft worker makes the drafts."""
         return self.method.runs_in == "draft"
 
+    @property
+    def places_draft_worker(self) -> bool:
+        """Whether that worker is placed with the group."""
+        return self.has_draft_worker and not self.draft_pool
+
 
 def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSource | None) -> GroupConfig:
     """Return the configuration with `run_ahead` off if models of this kind cannot run ahead.
@@ -59,6 +65,8 @@ def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSourc
     Raises ModelError if there is no such model, or a setting does not fit the kind of the models.
     """
     check_kinds(target, draft, config.method)
+    if config.draft_pool and config.method.reads_features:
+        raise ModelError(f"drafting is {config.engine.drafting!r}, which reads one target's features: no pool has it")
     if config.run_ahead == "on":
         target.refuse("run_ahead")
         if draft is not None:

@@ -56,7 +56,7 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
     Device "auto" uses the GPUs that are there; without any, all workers run on the CPU. Too few raise PlacementError.
     Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
     """
-    size, draft = config.tensor_parallel_size, config.draft if config.places_draft_worker else None
+    size, draft = config.tensor_parallel_size, config.draft if config.has_draft_worker else None
     num_target = size * _is_on_gpu(config.target, num_gpus)
     num_draft = int(draft is not None and _is_on_gpu(draft, num_gpus))
     can_share = num_target and num_draft and config.draft_label_selector in ({}, config.target_label_selector)
@@ -78,7 +78,7 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
 
 def shares_gpu(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> bool:
     """Return whether the draft worker is in the bundle of rank 0, on the same GPU."""
-    return config.places_draft_worker and len(bundles) == 2
+    return config.has_draft_worker and len(bundles) == 2
 
 
 def label_selectors(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
@@ -124,7 +124,7 @@ def draft_options(config: GroupConfig, group: PlacementGroup) -> dict[str, Any]:
 def rank_beside_draft(config: GroupConfig, group: PlacementGroup) -> int | None:
     """Return the first target rank on the draft's device, None if it shares none; Ray must have placed the bundles."""
     bundles = group.bundle_specs
-    if not config.places_draft_worker:
+    if not config.has_draft_worker:
         return None
     if shares_gpu(config, bundles):
         return 0

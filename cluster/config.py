@@ -8,6 +8,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting.registry import Method, check_kinds, choose_method
 from engine.errors import ModelError
 from engine.models.source import ModelSource
+from engine.protocols import Overlap
 
 LogFormat = Literal["text", "json"]
 RunAhead = Literal["auto", "on", "off"]
@@ -54,9 +55,19 @@ class GroupConfig:
         return self.method.runs_in == "draft"
 
     @property
-    def places_draft_worker(self) -> bool:
+    def places_draft(self) -> bool:
         """Whether that worker is placed with the group."""
         return self.has_draft_worker and not self.draft_pool
+
+    @property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """What the draft worker can do while the target verifies.
+
+        A round's features are sent when no other round waits, so a head that reads them cannot alternate.
+        """
+        ahead: tuple[Overlap, ...] = ("ahead",) if self.run_ahead == "on" else ()
+        can_alternate = self.has_draft_worker and not self.method.reads_features
+        return ("none", *ahead, "alternate") if can_alternate else ("none", *ahead)
 
 
 def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSource | None) -> GroupConfig:

@@ -96,7 +96,7 @@ class Server:
     @property
     def selectable(self) -> int:
         """A file descriptor that is readable while `receive` has something to do, for a thread with several servers."""
-        epoll: int = self._selector.fileno()  # type: ignore[attr-defined]
+        epoll: int = self._selector.fileno()
         return epoll
 
     def receive(self) -> list[AnyRequest]:

@@ -31,6 +31,8 @@ class GroupConfig:
     """Labels that the nodes of the target's ranks and of the Router replica must have."""
     draft_label_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels that the draft's node must have."""
+    draft_pool: bool = False
+    """Whether the draft worker is leased from a pool, and not the group's own."""
     round_timeout_s: float = 60.0
     """Seconds that a round waits for the target, at most, before the target counts as lost; see `RoundTimes`."""
     hang_timeout_s: float = 10.0
@@ -49,6 +51,11 @@ class GroupConfig:
     def has_draft_worker(self) -> bool:
         """Whether a draft worker makes the drafts."""
         return self.method.runs_in == "draft"
+
+    @property
+    def places_draft(self) -> bool:
+        """Whether the group has a draft worker of its own, for which it needs room."""
+        return self.has_draft_worker and not self.draft_pool
 
 
 def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSource | None) -> GroupConfig:

@@ -25,6 +25,8 @@ class GroupConfig:
     run_ahead: RunAhead = "auto"
     """Whether the draft worker drafts for the likeliest verdicts while the target verifies; auto: where each model has
     a device or cores of its own."""
+    draft_pool: bool = False
+    """Whether the draft worker is one of a pool that other groups use, too; then none is placed with the group."""
     tensor_parallel_size: int = 1
     """Ranks that share the target's weights."""
     target_label_selector: Mapping[str, str] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.capacity import free_nodes, missing, slots
 from cluster.config import GroupConfig, suited_to_models
+from cluster.leases import Leases
 from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
@@ -87,8 +88,10 @@ class SpeculationGroup:
         self.drafter: Drafter = config.method.drafter_of_engine(config.engine, drafter)
 
     @classmethod
-    async def start(cls, config: GroupConfig) -> "SpeculationGroup":
+    async def start(cls, config: GroupConfig, leases: Leases | None = None) -> "SpeculationGroup":
         """Place and start all workers, in the current placement group or in a new one.
+
+        With a draft pool, the draft worker is one that `leases` gives.
 
         Raises ModelError if a model cannot be served, or the two cannot work together; TargetError if the workers could
         not be placed, or did not start in time.

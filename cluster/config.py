@@ -33,8 +33,6 @@ class GroupConfig:
     """Labels that the nodes of the target's ranks and of the Router replica must have."""
     draft_label_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels that the draft's node must have."""
-    draft_pool: bool = False
-    """Whether the draft worker is leased from a pool, and not the group's own."""
     round_timeout_s: float = 60.0
     """Seconds that a round waits for the target, at most, before the target counts as lost; see `RoundTimes`."""
     hang_timeout_s: float = 10.0

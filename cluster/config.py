@@ -6,7 +6,6 @@ from typing import Literal
 
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.registry import Method, check_kinds, choose_method
-from engine.errors import ModelError
 from engine.models.source import ModelSource
 from engine.protocols import Overlap
 
@@ -56,7 +55,7 @@ class GroupConfig:
 
     @property
     def places_draft(self) -> bool:
-        """Whether that worker is placed with the group."""
+        """Whether the group has a draft worker of its own, for which it needs room."""
         return self.has_draft_worker and not self.draft_pool
 
     @property
@@ -76,8 +75,6 @@ def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSourc
     Raises ModelError if there is no such model, or a setting does not fit the kind of the models.
     """
     check_kinds(target, draft, config.method)
-    if config.draft_pool and config.method.reads_features:
-        raise ModelError(f"drafting is {config.engine.drafting!r}, which reads one target's features: no pool has it")
     if config.run_ahead == "on":
         target.refuse("run_ahead")
         if draft is not None:

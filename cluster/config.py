@@ -12,6 +12,9 @@ from engine.protocols import Overlap
 LogFormat = Literal["text", "json"]
 RunAhead = Literal["auto", "on", "off"]
 
+DRAFT_CORES = 1
+"""Cores of a draft on a CPU. The target's ranks share all cores, or all others where the draft runs ahead of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:

@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import GroupConfig
+from cluster.config import DRAFT_CORES, GroupConfig
 from engine.config import ModelConfig
 from engine.errors import TargetError
 
@@ -32,8 +32,6 @@ REPLICA_CPUS = 0.1
 DRAFT_CPUS = 0.2
 TARGET_CPUS = 0.4
 STRATEGY = "PACK"
-DRAFT_CORES = 1
-"""Cores of a draft on a CPU. The target's ranks share all cores, or all others where the draft runs ahead of them."""
 
 _CPU_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}
 """Environment variables of a worker, for OpenMP and torch. An idle worker must not spin on cores that the other model

@@ -3,7 +3,7 @@
 A round commits `1 + a + ... + a^k` tokens of each request, where `a` is the share of draft tokens that the target
 accepts. It takes `t_d(k) + t_v(k)` where draft and target wait for each other. A draft that runs ahead guesses the
 token after its draft, too, so it needs `max(t_v(k), t_d(k + 1))` if the verdict was among its guesses. Two cohorts
-that alternate both advance within `max(2 t_v, 2 t_d, t_d + t_v)`, each with half of the requests.
+that alternate both advance within `2 max(t_v, t_d)`, each with half of the requests; `t_d + t_v` is never more.
 """
 
 import logging
@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from cluster.config import GroupConfig
-from cluster.placement import DRAFT_BUNDLE
+from cluster.placement import DRAFT_BUNDLE, shares_gpu
 from engine.errors import ConfigError
 from engine.execution.roofline import Placed, decoding, placed
 from engine.models.source import ModelSource
@@ -67,7 +67,7 @@ class Pair:
         if overlap == "alternate":
             half = (num_rows + 1) // 2
             target_s, draft_s = self.target_s(half, k), self.draft_s(half * together, k)
-            return max(2 * target_s, 2 * draft_s, draft_s + target_s)
+            return 2 * max(target_s, draft_s)
         target_s, draft_s = self.target_s(num_rows, k), self.draft_s(num_rows * together, k)
         if overlap == "none":
             return target_s + draft_s
@@ -87,13 +87,21 @@ class Pair:
 
 
 def judge(
-    config: GroupConfig, target: ModelSource, draft: ModelSource, target_gpu: str, draft_gpu: str, *, is_apart: bool
+    config: GroupConfig,
+    target: ModelSource,
+    draft: ModelSource,
+    target_gpu: str,
+    draft_gpu: str,
+    *,
+    is_apart: bool,
+    num_added: int,
 ) -> str:
     """Return why a draft will hardly pay; empty if it may, or if a GPU or a model is unknown, as CPUs are.
 
     Args:
         target_gpu, draft_gpu: as Ray names them.
-        is_apart: whether the draft has a GPU of its own.
+        is_apart: whether the draft is on another GPU than the target.
+        num_added: GPUs that the group has for its draft alone; 0 also where a pool drafts for an unknown number.
 
     Raises:
         ConfigError: it cannot pay, even if the target accepts every draft token.
@@ -118,7 +126,7 @@ def judge(
             "accepted; use a smaller draft, a faster GPU for it, or draft_model=none"
         )
     likely = [pair.speed_up(rows, LIKELY_ACCEPTANCE, lengths, overlaps, HIT_RATE) for rows in BATCH_SIZES]
-    num_gpus = 1 + is_apart / size
+    num_gpus = 1 + num_added / size
     if min(likely) >= num_gpus:
         return ""
     speeds = ", ".join(f"{speed:.2f} with {rows}" for rows, speed in zip(BATCH_SIZES, likely, strict=True))
@@ -136,6 +144,12 @@ def check_placed(config: GroupConfig, placement: PlacementGroup, target: ModelSo
     def gpu(bundle: int) -> str:
         return labels.get(nodes[bundle], {}).get(ACCELERATOR, "") if bundles[bundle].get("GPU") else ""
 
-    is_apart = len(bundles) > DRAFT_BUNDLE + 1
-    if warning := judge(config, target, draft, gpu(len(bundles) - 1), gpu(DRAFT_BUNDLE), is_apart=is_apart):
+    is_apart, has_own = not shares_gpu(config, bundles), len(bundles) > DRAFT_BUNDLE + 1
+    draft_gpu = gpu(DRAFT_BUNDLE)
+    if is_apart and not has_own:  # a pool's, wherever its nodes may be
+        wanted = config.draft_label_selector.items()
+        types = {there.get(ACCELERATOR, "") for there in labels.values() if wanted <= there.items()} - {""}
+        draft_gpu = types.pop() if len(types) == 1 else ""
+    gpus = gpu(len(bundles) - 1), draft_gpu
+    if warning := judge(config, target, draft, *gpus, is_apart=is_apart, num_added=int(has_own)):
         logger.warning(warning)

@@ -75,7 +75,8 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
         cache = plan_cache(first.free_bytes, workers, engine, device=first.device)
         gpu = "" if on_cpu else labels.get(ACCELERATOR, "")
         for draft in others:
-            if advice := judge(group, target, draft, gpu, gpu, is_apart=not has_one_gpu):
+            apart = not has_one_gpu
+            if advice := judge(group, target, draft, gpu, gpu, is_apart=apart, num_added=int(apart)):
                 yield Finding("warning", "speed-up", advice, "try a smaller draft, or draft_model=none")
     except (ConfigError, ModelError, PlacementError) as error:
         advice = (

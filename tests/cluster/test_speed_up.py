@@ -17,6 +17,7 @@ from tests.published import LLAMA_1B, LLAMA_8B, LLAMA_70B, published
 MS = 1e-3
 K4 = EngineConfig(num_speculative_tokens=4)
 GROUP = GroupConfig(ModelConfig("target"), ModelConfig("draft"), K4, "on", tensor_parallel_size=4)
+APART, SHARED = {"is_apart": True, "num_added": 1}, {"is_apart": False, "num_added": 0}
 
 
 def passes_of(read_ms, token_ms):
@@ -71,13 +72,13 @@ def sources(tmp_path, target, draft, **options):
 
 def test_a_small_draft_on_a_fast_gpu_passes_in_silence(tmp_path):
     models = sources(tmp_path, LLAMA_70B, LLAMA_1B)
-    assert judge(GROUP, *models, "H100", "H100", is_apart=True) == ""
-    assert judge(replace(GROUP, run_ahead="off"), *models, "H100", "A100", is_apart=True) == ""
+    assert judge(GROUP, *models, "H100", "H100", **APART) == ""
+    assert judge(replace(GROUP, run_ahead="off"), *models, "H100", "A100", **APART) == ""
 
 
 def test_a_draft_on_an_l4_beside_70b_on_four_h100_is_warned_of_with_the_figures(tmp_path):
     """9.3 ms a draft token and 14.5 a pass: k = 1 gains 1.1 in turn, 1.2 of 8 requests, for 1.25 times the GPUs."""
-    warning = judge(GROUP, *sources(tmp_path, LLAMA_70B, LLAMA_1B), "H100", "L4", is_apart=True)
+    warning = judge(GROUP, *sources(tmp_path, LLAMA_70B, LLAMA_1B), "H100", "L4", **APART)
     assert "4 draft tokens of" in warning
     assert "take 37.2 ms on L4, and a pass of" in warning
     assert "14.5 ms on 4 x H100; at 80% acceptance text comes at best 1.36 with 1, 1.16 with 8 requests" in warning
@@ -87,28 +88,28 @@ def test_a_draft_on_an_l4_beside_70b_on_four_h100_is_warned_of_with_the_figures(
 def test_a_draft_that_no_acceptance_repays_is_refused_with_the_figures(tmp_path):
     models = sources(tmp_path, LLAMA_8B, LLAMA_1B)
     with pytest.raises(ConfigError, match=r"37.2 ms on L4.* 5.0 ms on 1 x H100; text would come 0.70 times as fast"):
-        judge(replace(GROUP, tensor_parallel_size=1), *models, "H100", "L4", is_apart=True)
+        judge(replace(GROUP, tensor_parallel_size=1), *models, "H100", "L4", **APART)
     # Half of the bytes, and it may break even.
     smaller = sources(tmp_path, LLAMA_8B, LLAMA_1B, quantization="int4")
-    assert "hardly pay" in judge(replace(GROUP, tensor_parallel_size=1), *smaller, "H100", "L4", is_apart=True)
+    assert "hardly pay" in judge(replace(GROUP, tensor_parallel_size=1), *smaller, "H100", "L4", **APART)
 
 
 def test_what_may_be_drafted_decides(tmp_path):
     """A fixed length cannot be shortened, and a draft on the target's GPU hides nothing and adds no GPU."""
     models = sources(tmp_path, LLAMA_70B, LLAMA_8B)
-    assert judge(GROUP, *models, "H100", "H100", is_apart=True) == ""
+    assert judge(GROUP, *models, "H100", "H100", **APART) == ""
     eight = replace(GROUP, run_ahead="off", engine=EngineConfig(num_speculative_tokens=8))
     fixed = replace(eight, engine=replace(eight.engine, speculation="fixed"))
-    assert judge(eight, *models, "H100", "H100", is_apart=True) == ""
-    assert "1.14 with 1, 1.10 with 8" in judge(fixed, *models, "H100", "H100", is_apart=True)
-    assert judge(GROUP, *models, "H100", "H100", is_apart=False) == ""
-    beside = judge(fixed, *models, "H100", "A100", is_apart=False)
+    assert judge(eight, *models, "H100", "H100", **APART) == ""
+    assert "1.14 with 1, 1.10 with 8" in judge(fixed, *models, "H100", "H100", **APART)
+    assert judge(GROUP, *models, "H100", "H100", **SHARED) == ""
+    beside = judge(fixed, *models, "H100", "A100", **SHARED)
     assert beside.endswith("for 1.00 times the GPUs")
 
 
 @pytest.mark.parametrize("gpus", [("", "H100"), ("H100", ""), ("H100", "MI300X")])
 def test_nothing_is_said_of_unknown_devices(gpus, tmp_path):
-    assert judge(GROUP, *sources(tmp_path, LLAMA_8B, LLAMA_8B), *gpus, is_apart=True) == ""
+    assert judge(GROUP, *sources(tmp_path, LLAMA_8B, LLAMA_8B), *gpus, **APART) == ""
 
 
 def test_the_gpus_are_those_of_the_nodes_of_the_bundles(tmp_path, monkeypatch, caplog):
@@ -135,4 +136,22 @@ def test_the_gpus_are_those_of_the_nodes_of_the_bundles(tmp_path, monkeypatch, c
     shared = SimpleNamespace(bundle_specs=[{"CPU": 0.1}, {"CPU": 0.6, "GPU": 4.0}])
     placed_on["bundles_to_node_id"] = {0: "a", 1: "a"}
     check_placed(GROUP, shared, *sources(tmp_path, LLAMA_70B, LLAMA_1B))
+    assert caplog.records == []
+
+
+def test_a_pools_gpus_are_those_of_the_nodes_that_the_draft_may_be_on(tmp_path, monkeypatch, caplog):
+    """The group has no GPU for it, so only a slower text is warned of: 70B with a 1B draft on an L4 is not."""
+    labels = [{speed_up.ACCELERATOR: "H100"}, {speed_up.ACCELERATOR: "L4", "pool": "draft"}, {"pool": "draft"}]
+    nodes = [{"NodeID": str(number), "Labels": one, "Alive": True} for number, one in enumerate(labels)]
+    monkeypatch.setattr(speed_up.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(speed_up, "placement_group_table", lambda _: {"bundles_to_node_id": {0: "0", 1: "0"}})
+    monkeypatch.setattr(speed_up, "shares_gpu", lambda *_: False)
+    group = SimpleNamespace(bundle_specs=[{"CPU": 0.1}, {"CPU": 0.4, "GPU": 4.0}])
+    caplog.set_level(logging.WARNING, "cluster.speed_up")
+    pooled = replace(GROUP, draft_label_selector={"pool": "draft"})
+    check_placed(pooled, group, *sources(tmp_path, LLAMA_70B, LLAMA_1B))
+    small, models = replace(pooled, tensor_parallel_size=1), sources(tmp_path, LLAMA_8B, LLAMA_1B)
+    with pytest.raises(ConfigError, match="on L4"):
+        check_placed(small, group, *models)
+    check_placed(replace(small, draft_label_selector={}), group, *models)  # it may be on either
     assert caplog.records == []

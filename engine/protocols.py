@@ -287,12 +287,12 @@ class Overlapping(Protocol):
 class PlansCopies(Protocol):
     """A drafter that copies in some rows, and knows before a round which ones and how many tokens."""
 
-    def plan_copies(self, rows: Sequence[ProposeRow], gains: Sequence[float]) -> Mapping[str, int]:
+    def plan_copies(self, rows: Sequence[ProposeRow], expected: Mapping[str, float]) -> Mapping[str, int]:
         """Return the lengths of the next round's copies by request id, for the rows that will copy.
 
         Args:
             rows: the requests that decode, with the longest draft that each may get.
-            gains: expected accepted tokens added by each further token of the draft that a row gets otherwise.
+            expected: how many tokens of the draft that a row gets otherwise are expected to be accepted, by request id.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Trial: tokens per second with drafts and without, and the speed-up that the rounds alone promise.
 
-The promise is the goodput rule's (`engine/control/goodput.py`): tokens a round, over the round's time relative to a
+The promise is the goodput rule's (`engine/control/budget.py`): tokens a round, over the round's time relative to a
 round without a draft. It counts rounds only. So a reader of the text who gets less has lost time outside the rounds.
 """
 

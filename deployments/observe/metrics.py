@@ -206,7 +206,7 @@ class RouterMetrics:
             yield "paceline:state_slot_usage_perc", "Share of linear layers' state slots in use, 0 to 1.", usage
         yield "vllm:cache_config_info", "The KV cache; always 1.", {tuple(cache.values()): 1}, *cache
         yield "vllm:engine_sleep_state", "Always awake.", states, "sleep_state"
-        length = engine.planner.goodput.num_draft_tokens
+        length = engine.planner.num_draft_tokens
         yield "paceline:num_speculative_tokens", "Draft length chosen last.", length
         if self._draft_health is not None:
             text = "1 for what is wrong with drafts of the last minute: low_acceptance, unused or costs_more."

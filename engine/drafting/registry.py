@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine.config import TREE_WIDTH, EngineConfig, ModelConfig, PairConfig, import_named
-from engine.control.acceptance import Acceptance, ChainAcceptance, TreeAcceptance
+from engine.control.survival import Prior
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.predicted import PredictionCopier
@@ -183,12 +183,12 @@ def drafts_trees(name: str) -> bool:
     return name != "auto" and method_of(name).drafts_trees
 
 
-def acceptance_of(config: EngineConfig) -> Acceptance:
-    """Return the learner of accepted tokens for a configuration's kind of drafts."""
+def acceptance_of(config: EngineConfig) -> Prior:
+    """Return how likely draft tokens are accepted before anything is known, for a configuration's kind of drafts."""
     if not drafts_trees(config.drafting):
-        return ChainAcceptance(config.num_speculative_tokens)
+        return Prior.of(config.num_speculative_tokens)
     in_chains = config.verification in method_of(config.drafting).chain_rules
-    return TreeAcceptance(config.num_speculative_tokens, (config.tree_width or TREE_WIDTH) if in_chains else 1)
+    return Prior.of(config.num_speculative_tokens, (config.tree_width or TREE_WIDTH) if in_chains else 1)
 
 
 def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:

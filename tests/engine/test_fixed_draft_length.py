@@ -4,10 +4,9 @@ from collections import Counter
 
 import pytest
 
-from engine.control.acceptance import Rate
 from engine.errors import RequestError
 from engine.params import SamplingParams
-from tests.engine.control.test_goodput import DRAFTERS, Clock
+from tests.engine.control.test_plan import DRAFTERS, Clock
 from tests.engine.running import drafters, make_engine, run, run_outputs, step
 from tests.engine.test_exactness import TARGET, UNLIKE
 
@@ -20,12 +19,8 @@ def adaptive_engine(name="a random draft", **settings):
 
 
 def turn_off(engine):
-    """Make the control choose no drafts, at any batch size."""
-    goodput = engine.planner.goodput
-    goodput.acceptance._rates = [Rate(0.0, 1e9) for _ in range(K)]
-    for limits in ([K] * size for size in (1, 2, 4)):
-        goodput.choose(limits, is_measured=False)
-        goodput._load.use(0)
+    """Make the control choose no drafts: all are hopeless."""
+    engine.planner.survival.before = lambda history, length: [0.0] * length
 
 
 def params(length=None, *, fixed=True, max_tokens=60, **others):

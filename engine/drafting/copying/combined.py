@@ -7,7 +7,7 @@ The source is chosen before anything is drawn. If the choice depended on the mod
 have the distribution that the rejection rule assumes, nor the text the target's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -58,17 +58,19 @@ class CombinedDrafter:
         self._copier = copier
         self._copies: dict[str, Continuation] = {}
 
-    def plan_copies(self, rows: Sequence[ProposeRow], gains: Sequence[float]) -> dict[str, int]:
+    def plan_copies(self, rows: Sequence[ProposeRow], expected: Mapping[str, float]) -> dict[str, int]:
         """Choose the rows that copy in the next round; see `PlansCopies`."""
         self._copier.read([row.request for row in rows])
         self._copies = {}
         for row in rows:
             continuation = self._copier.look_up(row)
-            if continuation.token_ids and continuation.num_expected > sum(gains[: row.num_draft_tokens]):
+            if continuation.token_ids and continuation.num_expected > expected[row.request.request_id]:
                 self._copies[row.request.request_id] = continuation
         lengths = {request_id: len(copy.token_ids) for request_id, copy in self._copies.items()}
         if self._planner is not None:
-            lengths |= self._planner.plan_copies([row for row in rows if row.request.request_id not in lengths], gains)
+            lengths |= self._planner.plan_copies(
+                [row for row in rows if row.request.request_id not in lengths], expected
+            )
         return lengths
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:

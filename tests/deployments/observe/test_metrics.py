@@ -213,7 +213,7 @@ async def test_draft_lengths_are_counted_with_their_reasons() -> None:
     rig = Rig()
     async for _ in rounds_of(rig.loop, generation()):
         pass
-    rig.engine.planner.goodput.num_draft_tokens = 3
+    rig.engine.planner.num_draft_tokens = 3
     rig.engine.stats.num_rounds_by_length[3, "trial"] += 1
     text = text_of(rig.metrics)
     labels = 'model_name="tiny",num_draft_tokens="3",reason="trial",replica="a"'

@@ -9,6 +9,7 @@ from deployments.observe.metrics import ReplicaMetrics, exposition
 from deployments.router.delivery import Stream
 from deployments.router.round_loop import HALF_LIFE_S, DrainRate, RoundLoop
 from deployments.wire import Generation, Outputs
+from engine.control.plan import Plan
 from engine.errors import QueueFullError, RequestError, TargetError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, RequestOutput, Verdict, VerifyRow
 from tests.deployments.fakes import Rig, generation, rounds_of
@@ -77,7 +78,7 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
     rig = Rig()
     rig.engine.drafter = Drafting(1.0, rig.remote_drafter.calls)
     rig.engine.verifier = Verifying(4.0, rig.remote_verifier.calls)
-    rig.engine.planner.goodput.choose = lambda limits, **_: (2 if len(limits) else 0, "goodput")  # type: ignore[method-assign]
+    rig.engine.planner.plan = lambda decoding, **_: Plan(2 if decoding else 0)  # type: ignore[method-assign]
     take_outputs = rig.engine.take_outputs
 
     def take_slowly() -> list[RequestOutput]:

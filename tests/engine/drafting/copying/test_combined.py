@@ -49,7 +49,8 @@ def make():
 
 
 def propose(drafter, rows, num_model_tokens=2, gains=GAINS):
-    copies = drafter.plan_copies(rows, gains[:num_model_tokens])
+    expected = {row.request.request_id: sum(gains[: min(row.num_draft_tokens, num_model_tokens)]) for row in rows}
+    copies = drafter.plan_copies(rows, expected)
     asked = [
         ProposeRow(row.request, copies.get(row.request.request_id, min(num_model_tokens, row.num_draft_tokens)))
         for row in rows
@@ -98,7 +99,7 @@ def test_a_row_whose_client_leaves_while_the_model_drafts_takes_no_other_rows_dr
 def test_a_copy_is_cut_to_what_the_round_has_room_for():
     drafter, _ = make()
     wide = row("a", TOKENS, TOKENS[:40])
-    drafter.plan_copies([wide], GAINS[:2])
+    drafter.plan_copies([wide], {"a": sum(GAINS[:2])})
     [draft] = run_in_process(drafter.propose([ProposeRow(wide.request, 3)]))
     assert draft == chain(TOKENS[40:43])
     assert draft.confidences == [0.95] * 3
@@ -122,18 +123,28 @@ def test_prompts_are_read_before_their_first_draft():
 
 def test_the_engine_copies_at_full_length_while_no_chain_pays_and_learns_nothing_about_chains_from_it():
     engine = make_engine(
-        cycle_model(40), lambda _: CombinedDrafter(ConstantDrafter(0), SuffixDrafter()), num_speculative_tokens=16
+        cycle_model(40),
+        lambda _: CombinedDrafter(ConstantDrafter(0), SuffixDrafter()),
+        num_speculative_tokens=16,
+        speculation="adaptive",
     )
-    goodput = engine.planner.goodput
-    goodput.choose = lambda limits, is_measured: (0, "goodput")
-    goodput.num_draft_tokens = 0
-    goodput.acceptance.observe = lambda num_requested, path: learned.append(num_requested)
-    learned = []
+    survival, learned = engine.planner.survival, []
+    before, observe = survival.before, survival.observe
+
+    def is_copy(history):
+        return any(copies and history is other for (_, copies), other in survival._histories.items())
+
+    def record(history, draft, path):
+        learned.append(is_copy(history))
+        observe(history, draft, path)
+
+    survival.before = lambda history, length: before(history, length) if is_copy(history) else [0.0] * length
+    survival.observe = record
     prompt = [*range(40), *range(40)]
     tokens = run(engine, [(prompt, SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))])["0"]
     assert tokens == [*range(40), *range(40)]
     assert engine.stats.num_accepted_tokens_per_pos[15] >= 3
-    assert set(learned) == {0}
+    assert set(learned) == {True}
 
 
 @pytest.mark.parametrize("model", [TARGET, UNLIKE])

@@ -140,16 +140,16 @@ def test_a_request_limits_its_copies():
 def test_a_copy_yields_to_a_drafter_that_promises_more_and_others_are_left_alone():
     drafter = CombinedDrafter(DeferringDrafter(), PredictionCopier())
     rows = [row([], [100, 101]), replace(row([], []), request=Request("b", [9], 1, SamplingParams()))]
-    assert drafter.plan_copies(rows, [1.0] * 4) == {"a": 2}
+    assert drafter.plan_copies(rows, {"a": 1.0, "b": 4.0}) == {"a": 2}
     rows[0].num_draft_tokens = 9
-    assert drafter.plan_copies(rows, [1.0] * 9) == {}
+    assert drafter.plan_copies(rows, {"a": 9.0, "b": 9.0}) == {}
 
 
 def test_a_drafter_behind_it_may_copy_too():
     repeating = list(range(10, 40))
     drafter = CombinedDrafter(CombinedDrafter(NoDrafter(), SuffixDrafter()), PredictionCopier())
     rows = [row([], [100, 101]), ProposeRow(Request("b", [*repeating, *repeating[:20]], 30, SamplingParams()), 4)]
-    assert drafter.plan_copies(rows, [0.5]) == {"a": 2, "b": 4}
+    assert drafter.plan_copies(rows, {"a": 0.5, "b": 0.5}) == {"a": 2, "b": 4}
 
 
 def test_a_prediction_outside_the_vocabulary_is_refused():

@@ -57,7 +57,7 @@ class GroupConfig:
         return self.method.runs_in == "draft"
 
     @property
-    def places_draft(self) -> bool:
+    def places_draft_worker(self) -> bool:
         """Whether the group has a draft worker of its own, for which it needs room."""
         return self.has_draft_worker and not self.draft_pool
 

@@ -4,9 +4,8 @@ Texts and statistics of a round are made in `take_outputs`, so that a caller can
 """
 
 import asyncio
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +17,8 @@ from engine.control.stats import RequestStats
 from engine.detokenizer import Detokenizer
 from engine.drafting.check import check_drafts
 from engine.drafting.registry import acceptance_of
-from engine.errors import PromptTooLongError, RequestError
-from engine.models.registry import refused_fields
+from engine.errors import RequestError
+from engine.limits import RequestLimits
 from engine.params import SamplingParams
 from engine.protocols import (
     NO_DRAFT,
@@ -84,15 +83,13 @@ class Engine:
     ) -> None:
         self._start_ids = [] if target.start_id is None else [target.start_id]
         self.config = config = replace(config, enable_prefix_caching=False) if self._start_ids else config
-        self._refused = refused_fields(target)
         self.drafter = drafter
         self.verifier = verifier
         self.vocab_size = target.vocab_size
-        # Of prompt and text together, without the start token.
-        longest = target.max_model_len
-        self.max_model_len = min(config.max_model_len or longest, longest - len(self._start_ids))
         self._eos = frozenset(target.eos_token_ids)
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._limits = RequestLimits(config, target, num_blocks)
+        self.max_model_len = self._limits.max_model_len
         longest = self.max_model_len + len(self._start_ids)
         self.scheduler = Scheduler(config, num_blocks, longest, target.state_chunk)
         self.stats = self.scheduler.stats
@@ -105,8 +102,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is running or waiting."""
-        return self.num_requests > 0
+        """Whether any request is running or waiting, or a round is in flight."""
+        return self.num_requests > 0 or self._flight is not None
 
     @property
     def num_requests(self) -> int:
@@ -122,6 +119,8 @@ class Engine:
         cache_salt: str | None = None,
         output_token_ids: Ids[int] = (),
         predicted_token_ids: Ids[int] = (),
+        priority: int = 0,
+        owner: str = "",
     ) -> None:
         """Queue a request; it shares cached prefixes only with requests of the same `cache_salt`.
 
@@ -130,14 +129,17 @@ class Engine:
                 the coupled rule, the text continues as it would have there, else by the same law. Such requests are
                 queued before new ones.
             predicted_token_ids: the output that the client predicts, to draft from; it does not change the text.
+            priority: lower starts earlier, and is preempted later.
+            owner: whose request it is: see `WaitingQueue`.
 
         Raises:
             RequestError: this model cannot serve the prompt or a parameter, its drafts are shorter than the fixed
                 length, or the output has ended.
-            QueueFullError: `max_queued_requests` are waiting, and the request has no output yet.
+            QueueFullError: `max_queued_requests` are waiting, the owner has its share of them, and the request has no
+                output yet.
         """
-        params = self._resolve(prompt_token_ids, params, is_new=not output_token_ids)
-        self._check_ids("prediction", predicted_token_ids)
+        params = self._limits.fit(prompt_token_ids, params, is_new=not output_token_ids)
+        self._limits.check_ids("prediction", predicted_token_ids)
         tokens = [*prompt_token_ids, *self._start_ids]
         source_length = len(prompt_token_ids) if self._start_ids else 0
         detokenizer = None
@@ -157,6 +159,8 @@ class Engine:
             ),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,
+            priority=priority,
+            owner=owner,
         )
         sequence.resume(list(output_token_ids))
         self.scheduler.add(sequence)
@@ -170,40 +174,48 @@ class Engine:
         for done in self._committed:
             done.outputs = [entry for entry in done.outputs if entry[1].request_id != request_id]
         if not self.has_work:
-            self._forget_rounds()
+            self._round_ended = None
 
     def reset(self) -> None:
         """Recompute every running request from its committed tokens, after the target lost its KV cache."""
         self.scheduler.reset()
-        self._forget_rounds()
+        self._round_ended = None
+        if self._flight is not None and isinstance(self._flight.verdicts, asyncio.Future):
+            # What became of it is of no interest; asyncio would log an error that nobody has seen.
+            self._flight.verdicts.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._flight.verdicts.cancel()
+        self._flight = None
 
     async def step(self) -> list[RequestOutput]:
         """Run one round and return its outputs; errors as of `run_round`."""
         await self.run_round()
         return self.take_outputs()
 
-    async def run_round(self, before_verify: Callable[[], object] = lambda: None) -> None:
+    async def run_round(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Run one round; `take_outputs` returns what it commits.
 
-        With two cohorts, begin the round of one and end that of the other, which the call before began.
+        With two cohorts, end the round of one once that of the other has begun, which the next call ends.
 
         Args:
-            before_verify: called once drafts are proposed, right before the target gets the round.
+            meanwhile: called once, when the target computes, or is about to get its round.
 
         Raises:
             TargetError: the round failed and committed nothing; call `reset` and step again.
             DrafterError: the drafter proposed an invalid draft; nothing was computed.
         """
         self.scheduler.num_cohorts = self.planner.choose_cohorts(self.scheduler.num_decoding)
-        earlier = self._flight
-        if earlier is None or self.scheduler.num_cohorts > 1:
-            self._flight = await self._begin(before_verify)
-        if self.scheduler.num_cohorts == 1:
-            earlier, self._flight = earlier or self._flight, None
-        if earlier is not None:
-            await self._end(earlier)
+        if self._flight is None:
+            self._flight = await self._begin(meanwhile)
+        else:
+            meanwhile()
+        flight, later = self._flight, None
+        if flight is not None and self.scheduler.num_cohorts > 1:
+            later = await self._begin()
+        self._flight = later
+        if flight is not None:
+            await self._end(flight)
 
-    async def _begin(self, before_verify: Callable[[], object]) -> _Flight | None:
+    async def _begin(self, before_verify: Callable[[], object] = lambda: None) -> _Flight | None:
         """Propose for the next batch and send it to the target; with one cohort, `_end` sends it."""
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
@@ -217,11 +229,13 @@ class Engine:
             raise
         proposed = self._clock()
         before_verify()
-        if not batch:
+        # Those that were aborted meanwhile have lost their blocks.
+        running = {id(sequence.request) for sequence in self.scheduler.running}
+        drafted = [(row, draft) for row, draft in zip(batch, drafts, strict=True) if id(row.request) in running]
+        if not drafted:
             return None
-        verdicts: Awaitable[list[Verdict]] = self.verifier.verify(
-            [row.verify(draft) for row, draft in zip(batch, drafts, strict=True)]
-        )
+        batch = [row for row, _ in drafted]
+        verdicts: Awaitable[list[Verdict]] = self.verifier.verify([row.verify(draft) for row, draft in drafted])
         if self.scheduler.num_cohorts > 1:
             verdicts = asyncio.ensure_future(verdicts)
         return _Flight(plan, batch, verdicts, started, proposed - asked, self._clock())
@@ -244,15 +258,6 @@ class Engine:
             if sequence.finish_reason is not None:
                 self._release(sequence.request.request_id)
         self._round_ended = ended if self.has_work else None
-
-    def _forget_rounds(self) -> None:
-        """Drop the round in flight, if any: the engine is idle, or the target has lost it."""
-        self._round_ended = None
-        if self._flight is not None and isinstance(self._flight.verdicts, asyncio.Future):
-            # What became of it is of no interest; asyncio would log an error that nobody has seen.
-            self._flight.verdicts.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._flight.verdicts.cancel()
-        self._flight = None
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return the outputs of all rounds since the last call, with their texts, and count them."""
@@ -281,52 +286,6 @@ class Engine:
         check_drafts(proposed, speculating, self.vocab_size)
         drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
         return self.planner.trim(plan, batch, [drafts.get(id(row), NO_DRAFT) for row in batch])
-
-    def _resolve(self, prompt_token_ids: Ids[int], params: SamplingParams, *, is_new: bool) -> SamplingParams:
-        """Check a request against the model, choose a missing seed, and cap `max_tokens` and the draft length."""
-        length = len(prompt_token_ids)
-        if length == 0:
-            raise RequestError("the prompt is empty", "prompt")
-        usable = self.scheduler.pool.num_blocks * self.config.block_size - len(self._start_ids)
-        limits = [
-            (self.max_model_len - 1, f"the context of {self.max_model_len} must also hold one output token"),
-            (usable - 1, f"the KV cache holds {usable}"),
-        ]
-        if self._start_ids:
-            longest = self.config.max_num_batched_tokens
-            limits.append((longest, f"one pass must compute it, and max_num_batched_tokens is {longest}"))
-        for limit, reason in limits:
-            if length > limit:
-                raise PromptTooLongError(f"the prompt has {length} tokens; {reason}", "prompt")
-        for field, reason in self._refused.items():
-            if getattr(params, field, None) is not None:
-                raise RequestError(reason, field)
-        room = min(self.max_model_len, usable) - length
-        if params.min_tokens > room:
-            raise RequestError(f"min_tokens is {params.min_tokens}; the context has room for {room}", "min_tokens")
-        self._check_ids("prompt", prompt_token_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias)
-        most, num_draft_tokens = self.planner.max_draft_tokens, params.num_speculative_tokens
-        if num_draft_tokens is not None and num_draft_tokens > most:
-            if is_new and params.fixes_draft_length:
-                raise RequestError(
-                    f"num_speculative_tokens is fixed at {num_draft_tokens}; drafts have {most} tokens at most",
-                    "num_speculative_tokens",
-                )
-            num_draft_tokens = most
-        return replace(
-            params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            max_tokens=min(params.max_tokens, room),
-            num_speculative_tokens=num_draft_tokens,
-            # The client got these with the first token of the output, and they would rule out cached blocks.
-            prompt_logprobs=params.prompt_logprobs if is_new else None,
-        )
-
-    def _check_ids(self, name: str, ids: Collection[int]) -> None:
-        if bad := [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < self.vocab_size]:
-            raise RequestError(f"{name} contains token id {bad[0]}; ids are 0 to {self.vocab_size - 1}", name)
 
     def _release(self, request_id: str) -> None:
         self.drafter.release(request_id)

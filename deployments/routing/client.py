@@ -17,8 +17,9 @@ from deployments.observe.metrics import IngressMetrics, ReplicaMetrics
 from deployments.ray_internals import base_url, replica_calls
 from deployments.routing.loads import LOADS, Heard
 from deployments.routing.moving import plan_moves
+from deployments.routing.prefixes import prefix_hashes
 from deployments.routing.resumable_stream import ResumableStream
-from deployments.wire import Description, Generation, Report, decode
+from deployments.wire import DRAFTS, Description, Generation, Report, decode
 from engine.errors import TargetError
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -37,11 +38,12 @@ ANSWER_TIMEOUT_S = 2.0
 class ServeRouters:
     """The Routers, and the open requests of this Ingress."""
 
-    def __init__(self, handle: Any, target: str | None) -> None:
+    def __init__(self, handle: Any, target: str | None, *, has_pool: bool = False) -> None:
         context = serve.get_replica_context()
         self._replica = context.replica_tag
-        self._ingresses = serve.get_deployment_handle(context.deployment, context.app_name)
         self._handle = handle
+        names = [context.deployment, *([DRAFTS] if has_pool else [])]
+        self._measured = [*(serve.get_deployment_handle(name, context.app_name) for name in names), handle]
         # Not by reference: an object in Ray's store for every request would take longer.
         self._generate = handle.generate.options(stream=True, _by_reference=False)
         self._target_id = target
@@ -53,13 +55,13 @@ class ServeRouters:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def open(cls, handle: Any, host: str, *, target: str | None = None) -> "ServeRouters":
+    async def open(cls, handle: Any, host: str, *, target: str | None = None, has_pool: bool = False) -> "ServeRouters":
         """Open an inbox on this node's address, and stay subscribed to all Routers.
 
         `target` is the `target_id` of the only target that may serve requests; None is any. During an update, old
-        Routers run until new ones are ready.
+        Routers run until new ones are ready. `has_pool` says that there is a draft pool, which has metrics, too.
         """
-        routers = cls(handle, target)
+        routers = cls(handle, target, has_pool=has_pool)
         routers._inbox = await Inbox.open(host, routers._deliver)
         routers._tasks = [
             in_background(routers._keep_subscribed(), name="subscribe to Routers"),
@@ -69,7 +71,8 @@ class ServeRouters:
 
     def generate(self, request: Generation) -> ResumableStream:
         """Send a request to a Router; if that is lost, another one resumes it."""
-        request = replace(request, target_id=self._target_id)
+        prefixes = prefix_hashes(request.prompts[0], request.cache_salt)
+        request = replace(request, target_id=self._target_id, prefixes=prefixes)
         return ResumableStream(request, self._submit, self._has_other, self._metrics)
 
     def end_all(self, error: Exception) -> None:
@@ -127,9 +130,12 @@ class ServeRouters:
         stream = self._streams.get(request_id)
         return stream is not None and stream.is_movable
 
-    def room(self) -> float:
-        """Return the number of requests that this Ingress may still send; unlimited until a capacity is known."""
-        return math.inf if self._capacity is None else LOADS.room(self._capacity)
+    def room(self, factor: int = 1) -> float:
+        """Return the number of requests that this Ingress may still send; unlimited until a capacity is known.
+
+        `factor` multiplies what a Router holds.
+        """
+        return math.inf if self._capacity is None else LOADS.room(factor * self._capacity)
 
     def retry_after_s(self) -> int:
         """Return the seconds after which refused clients should retry."""
@@ -165,8 +171,8 @@ class ServeRouters:
         return ReplicaMetrics(self._replica, self._metrics.collect())
 
     async def collect(self) -> list[ReplicaMetrics]:
-        """Return the metrics of every Ingress and every Router that answers."""
-        answers = await asyncio.gather(ask_all(self._ingresses, "collect"), ask_all(self._handle, "collect"))
+        """Return the metrics of every Ingress, Router and draft worker of a pool that answers."""
+        answers = await asyncio.gather(*(ask_all(handle, "collect") for handle in self._measured))
         metrics = {answer.replica: answer for answer in chain(*answers) if isinstance(answer, ReplicaMetrics)}
         # Serve does not list this replica while it starts, and perhaps not while it ends.
         return list({self._replica: self.collect_here(), **metrics}.values())

@@ -106,7 +106,6 @@ class DraftPool:
         chunk = min(CHUNK, engine.max_num_batched_tokens)
         self.cache = SharedCache(draft.backend, replace(engine, max_num_batched_tokens=chunk))
         self.cache.forget = self._forget
-        self._chunk = chunk
         self._draft, self._engine, self._make = replace(draft, cache=self.cache), engine, method.make
         self._drafter: Drafter = method.make(engine, replace(self._draft, run_ahead=False))
         """Drafts for all groups that do not run ahead."""
@@ -161,7 +160,7 @@ class DraftPool:
         self._waiting = [one for one in self._waiting if one.due > now]  # nobody waits for the others any more
         if not self._waiting:
             return self._run_ahead()
-        ready = [one for one in self._waiting if one.is_caught_up or self._lag(one) <= self._chunk]
+        ready = [one for one in self._waiting if one.is_caught_up or not self._lags(one)]
         lagging = [one for one in self._waiting if one not in ready]
         is_chunk = bool(lagging) and (self._is_turn_of_chunk or not ready)
         self._is_turn_of_chunk = not is_chunk
@@ -185,10 +184,9 @@ class DraftPool:
                 self._reply(proposal, f"{type(error).__name__}: {error}")
         return True
 
-    def _lag(self, proposal: _Proposal) -> int:
-        """Return how many tokens must be computed before the passes that draft."""
-        lags = (self._missing(row) for row in proposal.missing if row.num_draft_tokens)
-        return sum(lag for lag in lags if lag > MAX_TAIL)
+    def _lags(self, proposal: _Proposal) -> bool:
+        """Return whether more tokens are missing than the passes that draft compute."""
+        return any(self._missing(row) > MAX_TAIL for row in proposal.missing if row.num_draft_tokens)
 
     def _missing(self, row: ProposeRow) -> int:
         """Return how many tokens before the last one are not in the cache."""

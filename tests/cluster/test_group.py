@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,12 @@ import pytest
 from cluster import group as group_module
 from cluster.config import GroupConfig
 from cluster.group import SpeculationGroup
+from cluster.leases import Lease
 from cluster.memory_plan import MemoryPlan
-from cluster.transport import Connector
+from cluster.transport import Connector, Endpoint
 from cluster.worker_set import WorkerDiedError
 from cluster.workers.responder import TargetResponder
-from engine.config import CompileProgress, EngineConfig, ModelConfig
+from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
 from engine.errors import ModelMismatchError, TargetError
 from engine.execution.memory import CacheSize
 from engine.models.registry import open_model
@@ -401,3 +402,37 @@ async def test_the_draft_or_the_first_rank_of_the_target_is_killed_if_there_is_o
     assert killed == ["target", "draft"]
     await group.stop()
     assert not group.kill("draft")
+
+
+class OneLease:
+    """A pool with one worker, which no one can reach."""
+
+    def __init__(self) -> None:
+        self.identities: list[str] = []
+
+    async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
+        self.identities.append(identity)
+        assert num_rows == CONFIG.engine.max_num_seqs
+        return Lease("worker 1", 1, Endpoint("", "", "127.0.0.1", 9, Connector("").identity), INFO)
+
+
+INFO = ModelInfo("draft", 1000, 100, [], 1, "float32", "cpu")
+
+
+async def test_a_group_with_a_draft_pool_leases_its_draft_worker_and_starts_none(targets, drafts):
+    leases = OneLease()
+    config = replace(CONFIG, draft_pool=True)
+    connector = Connector("node 1")
+    placement = SimpleNamespace()
+    group = SpeculationGroup(config, placement, connector, *sources(config), owns_placement=False, leases=leases)
+    GROUPS.append(group)
+    await group._start_all()
+    await wait_for(lambda: group.remote_drafter.is_available)
+    assert leases.identities == [connector.identity]
+    assert group.lease is not None
+    assert group.lease.worker == "worker 1"
+    assert group.draft_info is INFO
+    assert drafts.workers == []
+    assert not group.kill("draft")
+    await group.stop()
+    assert not group.remote_drafter.is_available

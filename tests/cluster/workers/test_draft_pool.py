@@ -1,5 +1,6 @@
 """Several groups over one draft: the order, what is drafted together, and that nobody's drafts depend on the others."""
 
+import math
 import random
 from collections import Counter
 
@@ -196,36 +197,49 @@ def test_a_chunk_is_short_even_if_the_target_takes_long_ones():
     assert max(pool.model.passes) == CHUNK
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_a_noisy_group_costs_another_less_than_its_share(run_ahead):
-    """Time is counted in passes. Per round, the quiet group's target takes 20 of them.
+TARGET_S = 20
+"""The time of a target's pass, in those of the draft: a 70B target over 4 GPUs beside a 1B draft."""
 
-    The noisy group always has a proposal of many rows under way, each with a new long text.
+
+def quiet_round_s(*, is_noisy: bool, run_ahead: bool, num_rounds: int = 100) -> float:
+    """The mean time of a round of a group with one row; time is counted in passes of the draft.
+
+    A noisy group has 8 rows more, and in each of its rounds new prompts of four chunks, so its target takes longer.
     """
     chance = random.Random(2)
+    pool = Pool(run_ahead=run_ahead, num_groups=2, max_num_seqs=16, max_num_batched_tokens=32, num_blocks=4000)
+    for group in pool.pool._groups.values():
+        if group.ahead is not None:
+            group.ahead._clock = group.ahead._pace._clock = pool.clock
+    texts = {1: {"a": text(9)}, 2: {}}
+    due = {1: 0.0, 2: 0.5} if is_noisy else {1: 0.0}
+    ended = list[str]()
+    while pool.round[1] <= num_rounds:
+        for version, at in due.items():
+            if at > pool.clock():
+                continue
+            if pool.round[version]:
+                for name, draft in zip(texts[version], pool.drafts(version), strict=True):
+                    texts[version][name] += [*draft.token_ids[: chance.randrange(K + 1)], chance.randrange(2, VOCAB)]
+            if version == 2:
+                texts[2] |= {f"{pool.round[2]}-{i}": text(64, pool.round[2]) for i in range(2)}
+                ended, texts[2] = list(texts[2])[:-8], dict(list(texts[2].items())[-8:])
+            rows = [row(tokens, K, name=name) for name, tokens in texts[version].items()]
+            pool.send(version, rows, released=ended if version == 2 else (), runs_ahead=run_ahead)
+            due[version] = math.inf
+        is_working = pool.pool.step()
+        for version in due:
+            if due[version] == math.inf and len(pool.replies[version]) == pool.round[version]:
+                due[version] = pool.times[version][-1] + TARGET_S * (version + 1) / 2 + 2 * chance.random()
+        if not is_working:
+            pool.clock.waited += max(0.0, min(due.values()) - pool.clock())
+    return pool.clock() / num_rounds
 
-    def seconds(noisy: bool) -> float:
-        pool = Pool(run_ahead=run_ahead, max_num_seqs=8, max_num_batched_tokens=32, num_blocks=4000)
-        tokens, spent, names = text(9, 5), 0.0, iter(range(10**6))
-        for number in range(60):
-            if noisy and len(pool.replies[2]) == pool.round[2]:
-                rows = [row(text(100, chance.random()), name=str(next(names))) for _ in range(6)]
-                released = [str(name) for name in range(max(0, int(rows[0].request.request_id) - 6))][-6:]
-                pool.send(2, rows, released=released, runs_ahead=run_ahead)
-            for _ in range(chance.randrange(3)):
-                pool.pool.step()
-            started = pool.clock()
-            pool.send(1, [row(tokens, K)], runs_ahead=run_ahead)
-            while len(pool.replies[1]) == number:
-                pool.pool.step()
-            spent += pool.clock() - started + 20
-            tokens = [*tokens, chance.randrange(2, VOCAB)]
-            before = pool.clock()
-            while pool.clock() < before + 20 and pool.pool.step():
-                pass
-        return spent
 
-    assert seconds(noisy=True) < 1.2 * seconds(noisy=False)
+def test_a_noisy_group_costs_another_less_than_three_percent():
+    alone, beside = (quiet_round_s(is_noisy=is_noisy, run_ahead=False) for is_noisy in (False, True))
+    assert alone >= TARGET_S
+    assert beside < 1.03 * alone
 
 
 def test_what_a_group_lacks_or_asks_in_error_is_its_own_matter():

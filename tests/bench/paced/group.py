@@ -1,0 +1,192 @@
+"""What a paced group is made of, wherever it runs: models, roles and arms; and how its decoding is timed.
+
+`bare` puts the roles into processes, in the time of the wall; `virtual` puts them into one process, in virtual time.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from cluster.remote import RemoteDrafter
+from cluster.workers.responder import DraftResponder, TargetResponder
+from engine.config import EngineConfig, ModelConfig, Speculation
+from engine.control.stats import RunAheadStats
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.engine import Engine
+from engine.execution.backend import Backend
+from engine.execution.registry import make_backend
+from engine.heads.registry import load_target
+from engine.models.loader import load_model
+from engine.models.registry import open_model
+from engine.models.source import ModelSource
+from engine.params import SamplingParams
+from engine.protocols import Overlap
+from engine.sampling.grammar import Grammars
+from engine.verification.verifier import ModelVerifier
+
+SPARE_TOKENS = 128
+"""Tokens of each row for drafts, and for the scratch places of running ahead."""
+OVERLAPS: dict[str, tuple[Overlap, ...]] = {
+    "in-turn": ("none",),
+    "run-ahead": ("none", "ahead"),
+    "alternate": ("none", "alternate"),
+    "any": ("none", "ahead", "alternate"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How a group decodes: who chooses the length of drafts, how long they are, and what overlaps a verification."""
+
+    name: str
+    k: int
+    speculation: Speculation
+    overlaps: tuple[Overlap, ...] = ("none",)
+
+    @classmethod
+    def of(cls, name: str, k: int) -> Self:
+        """Return the arm `plain`, or `speculative`, `adaptive` or `fixed-K`, or one of these with `-run-ahead`,
+        `-alternate` or `-any` behind it; the last three alone mean `speculative`.
+
+        Raises:
+            ValueError: there is no such arm.
+        """
+        overlap = next((word for word in OVERLAPS if name.endswith(word)), "in-turn")
+        base = name.removesuffix(overlap).removesuffix("-") or "speculative"
+        prefix, _, length = base.partition("-")
+        if base == "plain" and overlap == "in-turn":
+            return cls(name, 0, "off")
+        if base in ("speculative", "adaptive"):
+            return cls(name, k, "fixed" if base == "speculative" else "adaptive", OVERLAPS[overlap])
+        if prefix != "fixed" or not length.isdigit():
+            raise ValueError(f"there is no arm {name!r}")
+        return cls(name, int(length), "fixed", OVERLAPS[overlap])
+
+    def force(self, drafter: RemoteDrafter) -> None:
+        """Let a connected drafter do what the arm says, and nothing else."""
+        if self.speculation == "fixed" and "any" not in self.name:
+            drafter.overlaps = self.overlaps[-1:]
+        else:
+            drafter.overlaps = self.overlaps
+
+    def config(self, num_rows: int, longest: int, drafting: str = "model") -> EngineConfig:
+        """Return settings for so many rows of at most `longest` tokens, whose caches are never full."""
+        per_row = 2 + self.k
+        config = EngineConfig(
+            num_speculative_tokens=max(1, self.k),
+            speculation=self.speculation,
+            drafting=drafting,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=max(1024, num_rows * per_row),
+            enable_prefix_caching=False,
+        )
+        return replace(config, num_blocks=num_rows * -(-(longest + SPARE_TOKENS) // config.block_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The two models of a pair, each loaded once for all roles of a process, which have caches of their own."""
+
+    target: Backend
+    draft: Backend
+    target_source: ModelSource
+
+    @classmethod
+    def load(cls, target: str, draft: str) -> Self:
+        sources = [open_model(ModelConfig(path, device="cpu", dtype="float32")) for path in (target, draft)]
+        models = load_target(sources[0]), load_model(sources[1])
+        return cls(make_backend(models[0], sources[0]), make_backend(models[1], sources[1]), sources[0])
+
+    def verifier(self, config: EngineConfig, pace: Callable[[Backend], Backend]) -> ModelVerifier:
+        return ModelVerifier(pace(self.target), config, self._grammars())
+
+    def drafter(
+        self, config: EngineConfig, pace: Callable[[Backend], Backend], clock: Callable[[], float], *, run_ahead: bool
+    ) -> ModelDrafter | RunAheadDrafter:
+        draft = DraftModel(pace(self.draft), self.target.info.vocab_size, self._grammars(), run_ahead)
+        return RunAheadDrafter(draft, config, clock=clock) if run_ahead else ModelDrafter(draft, config)
+
+    def _grammars(self) -> Grammars:
+        info = self.target.info
+        return Grammars(self.target_source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+
+
+def responders(
+    verifier: ModelVerifier, drafter: ModelDrafter | RunAheadDrafter, config: EngineConfig
+) -> tuple[TargetResponder, DraftResponder]:
+    """Return what answers the Router's messages, as the workers make it."""
+    capacity = 4 * config.max_num_seqs
+    return (
+        TargetResponder(verifier, rank=0, capacity=capacity, version=1),
+        DraftResponder(drafter, capacity=capacity, version=1),
+    )
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Rounds of a fixed set of requests, none of which begins or ends in them.
+
+    Attributes:
+        num_tokens: committed by all requests.
+        length: tokens of a row in a round, on average.
+        texts: all tokens of each request, those before the stretch included.
+    """
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_rounds: int = 0
+    length: float = 0.0
+    run_ahead: RunAheadStats | None = None
+    rounds_by_length: dict[tuple[int, str], int] = field(default_factory=dict)
+    texts: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+async def decode(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    *,
+    num_warm: int,
+    num_tokens: int,
+    clock: Callable[[], float],
+    seed: int = 0,
+    run_round: Callable[[], Awaitable[None]] | None = None,
+) -> Stretch:
+    """Time the decoding of some prompts together, by `num_tokens` tokens each on average; then end them.
+
+    Args:
+        num_warm: tokens that each request has before the stretch begins.
+    """
+    run_round = run_round or engine.run_round
+    texts: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    longest = engine.max_model_len - max(map(len, prompts))
+    for index, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
+        params = SamplingParams(temperature=temperature, seed=seed + index, max_tokens=longest, ignore_eos=True)
+        engine.add(str(index), prompt, params)
+    stretch, total, first, rounds = Stretch(texts=texts), 0, 0, 0
+    started = started_rounds = None
+    while started is None or total - first < num_tokens * len(prompts):
+        await run_round()
+        outputs = engine.take_outputs()
+        rounds += bool(outputs)
+        for output in outputs:
+            texts[output.request_id] += output.token_ids
+            total += len(output.token_ids)
+        if started is None and outputs and min(map(len, texts.values())) >= num_warm:
+            started, first, started_rounds = clock(), total, rounds
+            before = dict(engine.stats.num_rounds_by_length)
+    assert started is not None
+    assert started_rounds is not None
+    stretch.seconds, stretch.num_tokens = clock() - started, total - first
+    stretch.num_rounds = rounds - started_rounds
+    after = engine.stats.num_rounds_by_length
+    stretch.rounds_by_length = {key: after[key] - before.get(key, 0) for key in after if after[key] > before.get(key, 0)}
+    for request_id in texts:
+        engine.abort(request_id)
+    return stretch

@@ -1,0 +1,121 @@
+"""Links and workers in virtual time: what `cluster.transport` is between real processes.
+
+Messages are encoded and decoded as they are there, so nothing is shared between the two ends.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.protocol.messages import (
+    AnyReply,
+    AnyRequest,
+    Propose,
+    RoundMessage,
+    Verify,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from cluster.transport import DeadlineError, PeerGoneError
+from tests.bench.paced.virtual.clock import Process
+
+Answer = Callable[[AnyRequest], AnyReply | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that a round takes besides its passes.
+
+    Attributes:
+        wire_s: a message from a process to another, the waking of the other included.
+        router_s, router_row_s: of the Router, for each message that it sends or gets, and for each row in it.
+        worker_s, worker_row_s: of a worker, for each message and each row in it, before its pass.
+    """
+
+    wire_s: float = 0.25e-3
+    router_s: float = 0.1e-3
+    router_row_s: float = 5e-6
+    worker_s: float = 0.25e-3
+    worker_row_s: float = 10e-6
+
+
+FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class VirtualWorker:
+    """A worker: answers requests one at a time, and works ahead while none has arrived; see `Server.serve`."""
+
+    def __init__(self, answer: Answer, work: Callable[[], bool], process: Process, costs: Costs) -> None:
+        self._answer = answer
+        self._work = work
+        self._process = process
+        self._costs = costs
+        self._requests: deque[tuple[bytes, Callable[[bytes], None]]] = deque()
+        self._has_requests = asyncio.Event()
+
+    def deliver(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
+        self._requests.append((payload, reply))
+        self._has_requests.set()
+
+    async def serve(self) -> None:
+        is_working = False
+        while True:
+            if self._requests:
+                payload, reply = self._requests.popleft()
+                request = decode_request(payload)
+                num_rows = len(request.rows) if isinstance(request, Propose | Verify) else 0
+                host_s = self._costs.worker_s + num_rows * self._costs.worker_row_s
+                answer = await self._process.compute(self._answer, request, after_s=host_s)
+                if answer is not None:
+                    asyncio.get_running_loop().call_later(self._costs.wire_s, reply, encode(answer))
+                is_working = True
+            elif is_working:
+                is_working = await self._process.compute(self._work)
+            else:
+                self._has_requests.clear()
+                await self._has_requests.wait()
+
+
+class VirtualLink:
+    """A link of a Router to a worker; late replies are dropped, and nothing is ever lost."""
+
+    version = 1
+
+    def __init__(self, router: Process, worker: VirtualWorker, costs: Costs) -> None:
+        self._router = router
+        self._worker = worker
+        self._costs = costs
+        self._is_closed = False
+
+    async def call(self, request: RoundMessage) -> AnyReply:
+        """Send a request and return its reply; errors as of `Link.call`."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[bytes] = loop.create_future()
+        host_s = await self._send(request, lambda payload: None if reply.done() else reply.set_result(payload))
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                payload = await reply
+        except TimeoutError:
+            raise DeadlineError(f"no reply to round {request.round} within {request.deadline_s:g} s") from None
+        await self._router.spend(host_s)
+        return decode_reply(payload)
+
+    async def post(self, request: RoundMessage) -> float:
+        await self._send(request, lambda payload: None)
+        return asyncio.get_running_loop().time() + request.deadline_s
+
+    def close(self, reason: str = "") -> None:
+        self._is_closed = True
+
+    async def _send(self, request: RoundMessage, reply: Callable[[bytes], None]) -> float:
+        """Send a request; return the seconds that the Router takes for such a message."""
+        if self._is_closed:
+            raise PeerGoneError("the link was closed")
+        num_rows = len(request.rows) if isinstance(request, Propose | Verify) else 0
+        host_s = self._costs.router_s + num_rows * self._costs.router_row_s
+        payload = encode(request)
+        await self._router.spend(host_s)
+        asyncio.get_running_loop().call_later(self._costs.wire_s, self._worker.deliver, payload, reply)
+        return host_s

@@ -201,7 +201,10 @@ class RemoteDrafter:
 
 
 class RemoteVerifier:
-    """Verifies through the target's ranks: all get the same requests in the same order, and rank 0 replies."""
+    """Verifies through the target's ranks: all get the same requests in the same order, and rank 0 replies.
+
+    A round may be sent before the one before it has ended; the ranks compute them in order.
+    """
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
         """Make a verifier without ranks; `timeout_s` is the longest that a round may take; see `RoundTimes`."""
@@ -214,6 +217,10 @@ class RemoteVerifier:
         self._round = 0
         self._acknowledged = Acknowledged()
         self._times = RoundTimes()
+        self._sending = asyncio.Lock()
+        self._due_s: dict[int, float] = {}
+        """By round: how long each round in flight may take by itself."""
+        self._replied_s = 0.0
 
     @property
     def is_available(self) -> bool:
@@ -227,6 +234,7 @@ class RemoteVerifier:
         that a request to them was lost; all ranks must be restarted then.
         """
         self._links = list(links)
+        self._due_s = {}
         self._round = 0
         self._acknowledged = Acknowledged()
         self._times = RoundTimes()
@@ -242,7 +250,6 @@ class RemoteVerifier:
 
         Raises TargetError if a rank is lost or late, or sent an invalid reply; all ranks must be restarted.
         """
-        started = time.perf_counter()
         try:
             reply = await self._verify(rows)
             if isinstance(reply, PrefixMissing):
@@ -258,7 +265,6 @@ class RemoteVerifier:
             raise TargetError(f"the target did not finish a round: {error}") from error
         self.unprepared = reply.unprepared
         self.calls.compute_s += reply.compute_s
-        self.calls.wait_s += time.perf_counter() - started
         return verdicts
 
     def release(self, request_id: str) -> None:
@@ -269,22 +275,34 @@ class RemoteVerifier:
         links = self._links
         if not links:
             raise PeerGoneError(self._lost)
-        self._round += 1
-        deltas, released = self._acknowledged.deltas(rows)
-        entries = [
-            VerifyEntry(delta, row.start, row.length, row.draft, row.state)
-            for delta, row in zip(deltas, rows, strict=True)
-        ]
-        shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
-        deadline_s = self._times.deadline_s(shape, self._timeout_s)
-        request = Verify(self._round, links[0].version, deadline_s, released, entries)
-        started = time.perf_counter()
-        for link in links[1:]:
-            await link.post(request)
-        reply = await links[0].call(request)
+        async with self._sending:  # or a rank could get two rounds in the wrong order
+            self._round += 1
+            deltas, released = self._acknowledged.deltas(rows)
+            entries = [
+                VerifyEntry(delta, row.start, row.length, row.draft, row.state)
+                for delta, row in zip(deltas, rows, strict=True)
+            ]
+            shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
+            own_s, earlier_s = self._times.deadline_s(shape, self._timeout_s), sum(self._due_s.values())
+            request = Verify(self._round, links[0].version, own_s + earlier_s, released, entries)
+            self._due_s[request.round] = own_s
+            started = time.perf_counter()
+            try:
+                for link in links[1:]:
+                    await link.post(request)
+                answer = await links[0].begin(request)
+            except BaseException:
+                del self._due_s[request.round]
+                raise
+        try:
+            reply = await answer
+        finally:
+            self._due_s.pop(request.round, None)
+        started, self._replied_s = max(started, self._replied_s), time.perf_counter()
+        self.calls.wait_s += self._replied_s - started
         if links is not self._links:
             raise PeerGoneError(self._lost)
         if isinstance(reply, Verdicts):
-            self._times.observe(shape, time.perf_counter() - started)
+            self._times.observe(shape, self._replied_s - started)
         self._acknowledged.acknowledge(released, rows if isinstance(reply, Verdicts) else ())
         return reply

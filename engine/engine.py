@@ -3,9 +3,10 @@
 Texts and statistics of a round are made in `take_outputs`, so that a caller can do this while the next one computes.
 """
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +21,31 @@ from engine.drafting.registry import acceptance_of
 from engine.errors import PromptTooLongError, RequestError
 from engine.models.registry import refused_fields
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft, Drafter, Request, RequestOutput, ScheduledRow, Verdict, Verifier
+from engine.protocols import (
+    NO_DRAFT,
+    Draft,
+    Drafter,
+    Overlapping,
+    Request,
+    RequestOutput,
+    ScheduledRow,
+    Verdict,
+    Verifier,
+)
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A round that the target has got, or gets once its verdicts are awaited."""
+
+    plan: Plan
+    batch: list[ScheduledRow]
+    verdicts: Awaitable[list[Verdict]]
+    started_s: float
+    draft_s: float
+    sent_s: float
 
 
 @dataclass(slots=True)
@@ -44,6 +67,7 @@ class Engine:
         num_blocks: the target's KV blocks, including block 0, which no request gets.
         tokenizer: a transformers fast tokenizer; None leaves `RequestOutput.text` empty.
         clock: returns seconds; round times are measured with it.
+        remote: the drafter in another process, if there is one: it can work while the target does.
     """
 
     def __init__(
@@ -56,6 +80,7 @@ class Engine:
         num_blocks: int,
         tokenizer: Any = None,
         clock: Callable[[], float] = time.perf_counter,
+        remote: Overlapping | None = None,
     ) -> None:
         self._start_ids = [] if target.start_id is None else [target.start_id]
         self.config = config = replace(config, enable_prefix_caching=False) if self._start_ids else config
@@ -71,10 +96,11 @@ class Engine:
         longest = self.max_model_len + len(self._start_ids)
         self.scheduler = Scheduler(config, num_blocks, longest, target.state_chunk)
         self.stats = self.scheduler.stats
-        self.planner = Planner(config, acceptance_of(config), drafter)
+        self.planner = Planner(config, acceptance_of(config), drafter, remote)
         self.request_stats = RequestStats(self.max_model_len)
         self._clock = clock
         self._round_ended: float | None = None
+        self._flight: _Flight | None = None
         self._committed: list[_Round] = []
 
     @property
@@ -143,11 +169,13 @@ class Engine:
         self.request_stats.release(request_id)
         for done in self._committed:
             done.outputs = [entry for entry in done.outputs if entry[1].request_id != request_id]
+        if not self.has_work:
+            self._forget_rounds()
 
     def reset(self) -> None:
         """Recompute every running request from its committed tokens, after the target lost its KV cache."""
         self.scheduler.reset()
-        self._round_ended = None
+        self._forget_rounds()
 
     async def step(self) -> list[RequestOutput]:
         """Run one round and return its outputs; errors as of `run_round`."""
@@ -157,6 +185,8 @@ class Engine:
     async def run_round(self, before_verify: Callable[[], object] = lambda: None) -> None:
         """Run one round; `take_outputs` returns what it commits.
 
+        With two cohorts, begin the round of one and end that of the other, which the call before began.
+
         Args:
             before_verify: called once drafts are proposed, right before the target gets the round.
 
@@ -164,23 +194,65 @@ class Engine:
             TargetError: the round failed and committed nothing; call `reset` and step again.
             DrafterError: the drafter proposed an invalid draft; nothing was computed.
         """
+        self.scheduler.num_cohorts = self.planner.choose_cohorts(self.scheduler.num_decoding)
+        earlier = self._flight
+        if earlier is None or self.scheduler.num_cohorts > 1:
+            self._flight = await self._begin(before_verify)
+        if self.scheduler.num_cohorts == 1:
+            earlier, self._flight = earlier or self._flight, None
+        if earlier is not None:
+            await self._end(earlier)
+
+    async def _begin(self, before_verify: Callable[[], object]) -> _Flight | None:
+        """Propose for the next batch and send it to the target; with one cohort, `_end` sends it."""
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
         plan = self.planner.plan(self.scheduler.decoding, has_prompts=self.scheduler.has_prompts)
         batch = self.scheduler.next_batch(plan)
-        drafts = await self._propose(plan, batch)
+        asked = self._clock()
+        try:
+            drafts = await self._propose(plan, batch)
+        except BaseException:
+            self.scheduler.withdraw(batch)
+            raise
+        proposed = self._clock()
         before_verify()
         if not batch:
-            return
-        verdicts = await self.verifier.verify([row.verify(draft) for row, draft in zip(batch, drafts, strict=True)])
+            return None
+        verdicts: Awaitable[list[Verdict]] = self.verifier.verify(
+            [row.verify(draft) for row, draft in zip(batch, drafts, strict=True)]
+        )
+        if self.scheduler.num_cohorts > 1:
+            verdicts = asyncio.ensure_future(verdicts)
+        return _Flight(plan, batch, verdicts, started, proposed - asked, self._clock())
+
+    async def _end(self, flight: _Flight) -> None:
+        """Wait for a round's verdicts, commit them, and learn from the round."""
+        batch = flight.batch
+        try:
+            verdicts = await flight.verdicts
+        except BaseException:
+            self.scheduler.withdraw(batch)
+            raise
         outputs = self.scheduler.commit(batch, verdicts)
-        ended = self._clock()
-        self._learn(plan, batch, verdicts, RoundSeconds(ended - started))
+        ended, before = self._clock(), self._round_ended or 0.0
+        started = max(flight.started_s, before)
+        seconds = RoundSeconds(ended - started, flight.draft_s, ended - max(flight.sent_s, before))
+        self._learn(flight.plan, batch, verdicts, seconds)
         self._committed.append(_Round(batch, outputs, started, ended))
         for sequence, _ in outputs:
             if sequence.finish_reason is not None:
                 self._release(sequence.request.request_id)
         self._round_ended = ended if self.has_work else None
+
+    def _forget_rounds(self) -> None:
+        """Drop the round in flight, if any: the engine is idle, or the target has lost it."""
+        self._round_ended = None
+        if self._flight is not None and isinstance(self._flight.verdicts, asyncio.Future):
+            # What became of it is of no interest; asyncio would log an error that nobody has seen.
+            self._flight.verdicts.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._flight.verdicts.cancel()
+        self._flight = None
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return the outputs of all rounds since the last call, with their texts, and count them."""
@@ -208,7 +280,7 @@ class Engine:
         proposed = await self.drafter.propose(speculating)
         check_drafts(proposed, speculating, self.vocab_size)
         drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
-        return [drafts.get(id(row), NO_DRAFT) for row in batch]
+        return self.planner.trim(plan, batch, [drafts.get(id(row), NO_DRAFT) for row in batch])
 
     def _resolve(self, prompt_token_ids: Ids[int], params: SamplingParams, *, is_new: bool) -> SamplingParams:
         """Check a request against the model, choose a missing seed, and cap `max_tokens` and the draft length."""

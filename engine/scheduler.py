@@ -3,6 +3,9 @@
 Continuous batching with chunked prefill under one token budget: decoding requests get their last token and their
 draft first, prompts get the rest. When blocks run out, the youngest running request is preempted: it frees its blocks
 and recomputes its committed tokens later.
+
+With two cohorts, a second round may begin before the first has ended. Each takes an equal share of the requests, of
+those that are not in flight, longest waiting first; so the cohorts stay equal without a list of their members.
 """
 
 from collections import deque
@@ -19,7 +22,11 @@ from engine.sequence import Sequence
 
 
 class Scheduler:
-    """Owns the sequences and the target's block tables; committed tokens change in `commit` only."""
+    """Owns the sequences and the target's block tables; committed tokens change in `commit` only.
+
+    Attributes:
+        num_cohorts: the most rounds in flight; each schedules one cohort of the requests.
+    """
 
     def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int, state_chunk: int = 0) -> None:
         self.config = config
@@ -29,6 +36,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_cohorts = 1
+        self._num_rounds = 0
         self._lacks_blocks = False
 
     def add(self, sequence: Sequence) -> None:
@@ -53,7 +62,10 @@ class Scheduler:
                 self._free(sequence)
 
     def reset(self) -> None:
-        """Move all running requests back to the queue and forget all blocks, because the target lost its KV cache."""
+        """Move all running requests back to the queue and forget all blocks, because the target lost its KV cache.
+
+        `commit` must not get a round that was in flight.
+        """
         while self.running:
             self._requeue(self.running[-1])
         self.pool.clear()
@@ -65,19 +77,28 @@ class Scheduler:
         return [s.request.request_id for s in self.waiting if not s.has_begun]
 
     @property
+    def num_decoding(self) -> int:
+        """The number of running requests whose prompts are computed."""
+        return sum(sequence.is_decoding for sequence in self.running)
+
+    @property
     def decoding(self) -> list[Request]:
-        """The running requests whose prompts are computed, so that they can get drafts."""
-        return [s.request for s in self.running if s.is_decoding]
+        """The requests of the next round whose prompts are computed, so that they can get drafts."""
+        return [sequence.request for sequence in self._cohort if sequence.is_decoding]
 
     @property
     def has_prompts(self) -> bool:
         """Whether the next round is likely to compute prompts; prompts that wait for blocks do not count."""
-        is_full = len(self.running) >= self.config.max_num_seqs or self._lacks_blocks
-        return (bool(self.waiting) and not is_full) or not all(s.is_decoding for s in self.running)
+        cohort = self._cohort
+        is_full = len(self.running) >= self.config.max_num_seqs or self._lacks_blocks or len(cohort) >= self._share
+        return (bool(self.waiting) and not is_full) or not all(sequence.is_decoding for sequence in cohort)
 
     def next_batch(self, plan: Plan) -> list[ScheduledRow]:
-        """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks."""
-        for sequence in [s for s in reversed(self.running) if self.states.is_unsure(s.request)]:
+        """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks.
+
+        They are in flight until `commit` or `withdraw` gets them.
+        """
+        for sequence in [s for s in reversed(self.running) if self.states.is_unsure(s.request) and not s.is_in_flight]:
             self._requeue(sequence)
         budget, k = self.config.max_num_batched_tokens, self.config.num_speculative_tokens
         # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places, and what
@@ -88,7 +109,7 @@ class Scheduler:
             longest = k
         rows: list[ScheduledRow] = []
         # Decoding rows first, so that a long prompt does not delay them.
-        for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
+        for sequence in sorted(self._cohort, key=lambda s: not s.is_decoding):
             if budget <= 0:
                 break
             if sequence not in self.running:  # preempted for an older one
@@ -99,7 +120,7 @@ class Scheduler:
                 budget -= row.length + row.num_draft_tokens
                 longest -= max(0, row.num_draft_tokens - k)
         self._lacks_blocks = False
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and len(rows) < self._share:
             admitted = self._admit(self.waiting[0], budget, plan)
             if admitted is None:
                 self._lacks_blocks = True
@@ -107,7 +128,15 @@ class Scheduler:
             rows.append(admitted)
             budget -= admitted.length + admitted.num_draft_tokens
         self.states.assign(rows)
+        self._num_rounds += 1
+        for sequence in self._running_of(rows):
+            sequence.is_in_flight, sequence.last_round = True, self._num_rounds
         return rows
+
+    def withdraw(self, batch: list[ScheduledRow]) -> None:
+        """Take back a round that was not computed, or whose verdicts were lost."""
+        for sequence in self._running_of(batch):
+            sequence.is_in_flight = False
 
     def commit(self, batch: list[ScheduledRow], verdicts: list[Verdict]) -> list[tuple[Sequence, RequestOutput]]:
         """Commit the verdicts' tokens, publish full blocks, and remove finished requests.
@@ -115,6 +144,7 @@ class Scheduler:
         Returns the outputs without text, and their sequences, whose `decode` adds it.
         """
         outputs = []
+        self.withdraw(batch)
         running = {id(sequence.request): sequence for sequence in self.running}
         for row, verdict in zip(batch, verdicts, strict=True):
             sequence = running.get(id(row.request))
@@ -135,6 +165,24 @@ class Scheduler:
                 self._free(sequence)
         return outputs
 
+    @property
+    def _share(self) -> int:
+        """The most requests of one round."""
+        num_requests = min(self.config.max_num_seqs, len(self.running) + len(self.waiting))
+        return -(-num_requests // self.num_cohorts)
+
+    @property
+    def _cohort(self) -> list[Sequence]:
+        """The running requests of the next round, oldest first."""
+        idle = [sequence for sequence in self.running if not sequence.is_in_flight]
+        if len(idle) > self._share:
+            idle = sorted(idle, key=lambda sequence: sequence.last_round)[: self._share]
+        return idle
+
+    def _running_of(self, batch: list[ScheduledRow]) -> list[Sequence]:
+        requests = {id(row.request) for row in batch}
+        return [sequence for sequence in self.running if id(sequence.request) in requests]
+
     def _row(self, sequence: Sequence, budget: int, plan: Plan, longest: int) -> ScheduledRow:
         # A source may exceed the remaining budget: it has its own pass.
         length = max(min(sequence.num_uncomputed, budget), sequence.num_inseparable)
@@ -148,9 +196,14 @@ class Scheduler:
         return ScheduledRow(sequence.request, num_draft_tokens, sequence.num_computed, length, sequence.block_ids)
 
     def _reserve(self, sequence: Sequence, row: ScheduledRow, batch: list[ScheduledRow]) -> bool:
-        """Allocate a row's blocks, preempting the youngest requests; return False if that preempts the row itself."""
+        """Allocate a row's blocks, preempting the youngest requests that are not in flight.
+
+        Returns False if that preempts the row itself, or if the row waits for younger requests in flight.
+        """
         while not self._grow(sequence, row):
-            victim = self.running[-1]
+            victim = next(s for s in reversed(self.running) if not s.is_in_flight)
+            if victim is sequence and self.running[-1].is_in_flight:
+                return False
             self._requeue(victim)
             self.stats.num_preemptions += 1
             batch[:] = [earlier for earlier in batch if earlier.request is not victim.request]
@@ -199,6 +252,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._free(sequence)
+        sequence.is_in_flight = False
         self.waiting.appendleft(sequence)
 
     def _free(self, sequence: Sequence) -> None:

@@ -18,6 +18,8 @@ class Sequence:
         block_ids: the block table; it only grows, until another array replaces it.
         num_computed: number of tokens whose keys and values are in `block_ids`.
         digests: digests of the full, computed blocks (`block_pool.block_digest`).
+        is_in_flight: whether a round has a row of it and has not ended.
+        last_round: the number of the last round with a row of it.
         prompt_logprobs: log probabilities of the prompt tokens computed so far, from the second on, if requested.
     """
 
@@ -29,6 +31,8 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     was_admitted: bool = False
+    is_in_flight: bool = False
+    last_round: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -90,7 +90,7 @@ class Acknowledged:
 
     def deltas(self, rows: Sequence[ProposeRow | VerifyRow]) -> tuple[list[PrefixDelta], list[str]]:
         """Return the deltas that a request for `rows` must carry, and the ids that have ended."""
-        self._requested = {row.request.request_id for row in rows}
+        self._requested.update(row.request.request_id for row in rows)
         return [self._delta(row) for row in rows], list(self._released)
 
     def acknowledge(self, released: Iterable[str], rows: Iterable[ProposeRow | VerifyRow]) -> None:
@@ -98,6 +98,7 @@ class Acknowledged:
         self._released.difference_update(released)
         for row in rows:
             request_id = row.request.request_id
+            self._requested.discard(request_id)
             if request_id in self._released:
                 continue
             self._lengths[request_id] = len(row.request.token_ids)
@@ -108,6 +109,7 @@ class Acknowledged:
         """Forget a request that has ended; if the worker may hold it, tell it with the next request."""
         if request_id in self._lengths or request_id in self._requested:
             self._released.add(request_id)
+        self._requested.discard(request_id)
         self.forget([request_id])
 
     def forget(self, request_ids: Iterable[str]) -> None:

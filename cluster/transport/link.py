@@ -90,17 +90,23 @@ class Link:
             PeerGoneError: the link was closed, before the call or during it.
             MalformedMessageError: the request is too large to be sent.
         """
+        return await (await self.begin(request))
+
+    async def begin(self, request: RoundMessage) -> asyncio.Future[AnyReply]:
+        """Send a request, and return the future of its reply; the future and this raise the same errors as `call`."""
         deadline = await self.post(request)  # after which nothing may be awaited before the reply can be taken
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[AnyReply] = loop.create_future()
         self._calls[request.round] = reply
         # `asyncio.timeout` here would add a twentieth to the Router's computing time of a round.
         timer = loop.call_at(deadline, self._expire, request)
-        try:
-            return await reply
-        finally:
+
+        def forget(_: object) -> None:
             timer.cancel()
             del self._calls[request.round]
+
+        reply.add_done_callback(forget)
+        return reply
 
     async def post(self, request: RoundMessage) -> float:
         """Send a request, and return the event loop's time of its deadline; raises the same errors as `call`.
@@ -189,8 +195,8 @@ class Link:
                 self._on_break(reason)
 
     def _expire(self, request: RoundMessage) -> None:
-        reply = self._calls[request.round]
-        if not reply.done():
+        reply = self._calls.get(request.round)
+        if reply is not None and not reply.done():
             reply.set_exception(self._late("no reply to", request))
 
     def _late(self, failure: str, request: RoundMessage) -> DeadlineError:

@@ -89,6 +89,7 @@ class RoundLoop:
         """End the loop; open streams get an error."""
         self._task.cancel()
         await asyncio.wait([self._task])
+        self._engine.reset()
 
     def _abort(self, stream: Stream) -> None:
         for sequence_id in stream.unfinished:

@@ -83,8 +83,8 @@ class Planner:
             length, reason = max(_limit(request, self.max_draft_tokens) for request in decoding), "request"
         return Plan(length, reason, copies, limits, is_measured)
 
-    def trim(self, plan: Plan, rows: Sequence[ProposeRow], drafts: Sequence[Draft]) -> list[Draft]:
-        """Return the drafts without the nodes that are not worth their place in the pass."""
+    def trim(self, plan: Plan, batch: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> list[Draft]:
+        """Return the drafts of a batch, one per row, without the nodes that are not worth their place in the pass."""
         return list(drafts)
 
     def observe(

@@ -103,7 +103,9 @@ def test_after_a_lost_round_decoding_requests_come_before_prompts():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     add(scheduler, "prompt", range(5))
     add(scheduler, "decoding", [1])
-    assert shares(scheduler.next_batch(Plan(2))) == [("prompt", 5, 0), ("decoding", 1, 2)]
+    rows = scheduler.next_batch(Plan(2))
+    assert shares(rows) == [("prompt", 5, 0), ("decoding", 1, 2)]
+    scheduler.withdraw(rows)
     assert shares(scheduler.next_batch(Plan(2))) == [("decoding", 1, 2), ("prompt", 5, 0)]
 
 
@@ -191,7 +193,9 @@ def test_a_request_may_ask_for_shorter_drafts_but_not_for_longer_ones():
     for text, asked in (("none", 0), ("short", 2), ("any", None), ("long", 9)):
         add(scheduler, text, [1], num_speculative_tokens=asked)
     run_round(scheduler, 3)
-    assert [row.num_draft_tokens for row in scheduler.next_batch(Plan(3))] == [0, 2, 3, 3]
+    rows = scheduler.next_batch(Plan(3))
+    assert [row.num_draft_tokens for row in rows] == [0, 2, 3, 3]
+    scheduler.withdraw(rows)
     assert [row.num_draft_tokens for row in scheduler.next_batch(Plan(1))] == [0, 1, 1, 1]
 
 
@@ -206,6 +210,7 @@ def test_long_copies_take_no_more_logits_than_a_full_batch_would():
         run_round(scheduler)
         rows = scheduler.next_batch(Plan(2, copies={str(nth): 9 for nth in range(1, 5)}))
         assert [row.num_draft_tokens for row in rows] == lengths
+        scheduler.withdraw(rows)
 
 
 def test_long_copies_leave_every_row_its_share_of_the_budget():

@@ -139,7 +139,8 @@ def test_a_pass_has_the_schedulers_block_tables_after_growth_preemption_and_abor
     """500 random rounds over 11 blocks, of which requests want more; messages are lost on either way."""
     rng, kv = random.Random(0), KVTensors(KVShape(1, 1, 1, 1), 12, 2, torch.empty(0))
     config = EngineConfig(block_size=2, max_num_seqs=4, max_num_batched_tokens=9)
-    scheduler, table, known, num_passes = Scheduler(config, 12, 20), PrefixTable(3, {}.get), Acknowledged(), 0
+    scheduler, table, known, batch = Scheduler(config, 12, 20), PrefixTable(3, {}.get), Acknowledged(), []
+    num_passes = 0
     for number in range(500):
         if scheduler.running and rng.random() < 0.1:
             name = rng.choice(scheduler.running).request.request_id
@@ -149,6 +150,7 @@ def test_a_pass_has_the_schedulers_block_tables_after_growth_preemption_and_abor
             prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
             request = Request(str(number), prompt, len(prompt), SamplingParams(max_tokens=rng.randrange(2, 12)))
             scheduler.add(Sequence(request, frozenset(), None))
+        scheduler.withdraw(batch)
         batch = scheduler.next_batch(Plan(0))
         rows = [row.verify(NO_DRAFT) for row in batch]
         deltas, released = known.deltas(rows)

@@ -7,6 +7,7 @@ from typing import Literal
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.registry import Method, check_kinds, choose_method
 from engine.models.source import ModelSource
+from engine.protocols import Overlap
 
 LogFormat = Literal["text", "json"]
 RunAhead = Literal["auto", "on", "off"]
@@ -49,6 +50,16 @@ class GroupConfig:
     def has_draft_worker(self) -> bool:
         """Whether a draft worker makes the drafts."""
         return self.method.runs_in == "draft"
+
+    @property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """What the draft worker can do while the target verifies.
+
+        A round's features are sent when no other round waits, so a head that reads them cannot alternate.
+        """
+        ahead: tuple[Overlap, ...] = ("ahead",) if self.run_ahead == "on" else ()
+        can_alternate = self.has_draft_worker and not self.method.reads_features
+        return ("none", *ahead, "alternate") if can_alternate else ("none", *ahead)
 
 
 def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSource | None) -> GroupConfig:

@@ -9,8 +9,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from cluster.protocol.messages import (
@@ -31,7 +31,7 @@ from cluster.protocol.validation import check_proposal, check_verdicts, with_dra
 from cluster.round_times import RoundTimes, shape_of
 from cluster.transport import ConnectionLostError, DeadlineError, Link, PeerGoneError, TransportError
 from engine.errors import TargetError
-from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
+from engine.protocols import NO_DRAFT, Draft, Overlap, ProposeRow, Verdict, VerifyRow
 
 if TYPE_CHECKING:
     from engine.control.stats import RunAheadStats
@@ -69,20 +69,20 @@ class RemoteDrafter:
 
     `fallbacks` counts rounds without drafts by reason: `absent` (no worker, or its connection is lost), `timeout`,
     `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker).
+
+    A worker that runs ahead is sent requests before they need drafts; see `Overlapping`.
     """
 
-    def __init__(self, *, vocab_size: int = 0, timeout_s: float, prepares: bool = False) -> None:
-        """Make a drafter without a worker; `vocab_size` may be set later, before the first round.
-
-        `prepares` says that the worker runs ahead, so it is sent requests before they need drafts.
-        """
+    def __init__(self, *, vocab_size: int = 0, timeout_s: float, overlaps: tuple[Overlap, ...] = ("none",)) -> None:
+        """Make a drafter without a worker; `vocab_size` may be set later, before the first round."""
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
         self.unprepared: dict[str, int] = {}
         self.features: dict[str, int] = {}
         self.run_ahead: RunAheadStats | None = None
         self._num_hits = self._num_misses = 0
-        self._prepares = prepares
+        self.overlaps: Collection[Overlap] = overlaps
+        self.overlap: Overlap = "ahead" if "ahead" in overlaps else "none"
         self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._link: Link | None = None
@@ -113,7 +113,7 @@ class RemoteDrafter:
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return one draft per row; all are empty if the worker is absent, late or sends an invalid reply."""
-        if not any(self._prepares or row.num_draft_tokens for row in rows):
+        if not any(self.overlap == "ahead" or row.num_draft_tokens for row in rows):
             return [NO_DRAFT] * len(rows)
         link = self._link
         if link is None or self._pause is not None:
@@ -156,7 +156,8 @@ class RemoteDrafter:
     async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
         deltas, released = self._acknowledged.deltas(rows)
         entries = [ProposeEntry(delta, row.num_draft_tokens) for delta, row in zip(deltas, rows, strict=True)]
-        reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries))
+        ahead = self.overlap == "ahead"
+        reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries, ahead))
         if link is not self._link:
             raise PeerGoneError("the draft worker was replaced during the round")
         self._acknowledged.acknowledge(released, rows if isinstance(reply, Drafts) else ())
@@ -279,7 +280,7 @@ class RemoteVerifier:
             self._round += 1
             deltas, released = self._acknowledged.deltas(rows)
             entries = [
-                VerifyEntry(delta, row.start, row.length, row.draft, row.state)
+                VerifyEntry(delta, row.start, row.length, _judged(row.draft), row.state)
                 for delta, row in zip(deltas, rows, strict=True)
             ]
             shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
@@ -306,3 +307,8 @@ class RemoteVerifier:
             self._times.observe(shape, self._replied_s - started)
         self._acknowledged.acknowledge(released, rows if isinstance(reply, Verdicts) else ())
         return reply
+
+
+def _judged(draft: Draft) -> Draft:
+    """Return what the target needs of a draft."""
+    return draft if draft.confidences is None else replace(draft, confidences=None)

@@ -59,9 +59,10 @@ class RoundMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Propose(RoundMessage, tag="propose", frozen=True):
-    """Draft for these rows."""
+    """Draft for these rows; `runs_ahead` says that the time until the next proposal is for drafting ahead."""
 
     rows: list[ProposeEntry]
+    runs_ahead: bool = False
 
 
 class Verify(RoundMessage, tag="verify", frozen=True):

@@ -81,6 +81,8 @@ class DraftResponder:
             return PrefixMissing(request.round, self._version, _since(started), missing)
         requests = [self._table[entry.prefix.request_id].request for entry in request.rows]
         rows = [ProposeRow(one, entry.num_draft_tokens) for one, entry in zip(requests, request.rows, strict=True)]
+        if self._ahead is not None:
+            self._ahead.runs_ahead = request.runs_ahead
         drafts = run_in_process(self._drafter.propose(rows))
         stats = None if self._ahead is None else self._ahead.stats
         counts = PREPARATION.counts, self._feature_counts

@@ -87,7 +87,7 @@ class EchoDrafter:
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         self.seen.append([replace(row, request=row.request.copy()) for row in rows])
-        return [chain(row.request.token_ids[-row.num_draft_tokens :]) for row in rows]
+        return [chain(row.request.token_ids[-row.num_draft_tokens :] if row.num_draft_tokens else []) for row in rows]
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)

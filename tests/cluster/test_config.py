@@ -35,3 +35,19 @@ def test_a_decoder_only_pair_is_left_as_it_is(tmp_path: Path) -> None:
     source = open_model(model)
     config = GroupConfig(model, model, run_ahead="on")
     assert suited_to_models(config, source, source) is config
+
+
+@pytest.mark.parametrize(
+    ("drafting", "run_ahead", "expected"),
+    [
+        ("model", "on", ("none", "ahead", "alternate")),
+        ("model+suffix", "off", ("none", "alternate")),
+        ("tree", "off", ("none", "alternate")),
+        ("head_worker", "on", ("none", "ahead")),
+        ("suffix", "off", ("none",)),
+        ("head", "off", ("none",)),
+    ],
+)
+def test_batches_alternate_where_a_draft_worker_needs_nothing_of_the_target(drafting, run_ahead, expected) -> None:
+    engine = EngineConfig(drafting=drafting)
+    assert replace(CONFIG, engine=engine, run_ahead=run_ahead).overlaps == expected

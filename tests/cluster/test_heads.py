@@ -45,7 +45,7 @@ class Group:
     def __init__(self, target: ModelConfig, *, run_ahead: bool = False, engine: EngineConfig = ENGINE) -> None:
         self.target, self.engine_config = target, replace(engine, drafting="head_worker")
         self.run_ahead = run_ahead
-        self.drafter = RemoteDrafter(timeout_s=30.0, prepares=run_ahead)
+        self.drafter = RemoteDrafter(timeout_s=30.0, overlaps=("ahead",) if run_ahead else ("none",))
         self.verifier = RemoteVerifier(timeout_s=30.0)
         self.features = FeatureStore()
         self._stack = contextlib.ExitStack()

@@ -12,7 +12,7 @@ from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.control.stats import PREPARATION, RunAheadStats
 from engine.errors import TargetError
-from engine.protocols import NO_DRAFT, StateRow, Verdict, chain
+from engine.protocols import NO_DRAFT, Draft, StateRow, Verdict, chain
 from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
 from tests.waiting import wait_for
 
@@ -105,6 +105,24 @@ async def test_no_message_is_sent_when_no_draft_tokens_are_requested():
     side = DraftSide()
     assert await side.propose(propose_row("a", [1], k=0)) == [[]]
     assert side.link.requests == []
+
+
+async def test_only_a_worker_that_runs_ahead_learns_of_requests_before_they_need_drafts():
+    side = DraftSide()
+    side.drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S, overlaps=("none", "ahead", "alternate"))
+    side.drafter.connect(side.link)
+    assert side.drafter.overlap == "ahead"
+    for overlap in ("ahead", "alternate", "none", "ahead"):
+        side.drafter.overlap = overlap
+        await side.propose(propose_row("a", [1], k=0))
+        await side.propose(propose_row("a", [1]))
+    sent = [(request.runs_ahead, request.rows[0].num_draft_tokens) for request in side.link.requests]
+    assert sent == [(True, 0), (True, 3), (False, 3), (False, 3), (True, 0), (True, 3)]
+
+
+def test_a_worker_that_cannot_run_ahead_does_nothing_meanwhile():
+    assert RemoteDrafter(timeout_s=PATIENT_S).overlap == "none"
+    assert RemoteDrafter(timeout_s=PATIENT_S, overlaps=("none", "alternate")).overlap == "none"
 
 
 async def test_a_drafter_that_forgets_is_told_again():
@@ -275,6 +293,14 @@ async def test_every_rank_learns_where_the_states_of_a_row_are():
         await side.verifier.verify([replace(verify_row("a", [1] * length), state=state)])
     for verifier in side.verifiers:
         assert [row.state for (row,) in verifier.seen] == states
+
+
+async def test_confidences_stay_with_the_engine():
+    side, draft = TargetSide(), Draft([5, 6], [-1, 0], [[5], [6]], [[1.0], [1.0]], confidences=[0.75, 0.5])
+    [verdict] = await side.verifier.verify([replace(verify_row("a", [1]), draft=draft)])
+    [[row]] = side.verifiers[0].seen
+    assert row.draft == replace(draft, confidences=None)
+    assert verdict.draft is draft
 
 
 async def test_ranks_that_evicted_a_prefix_are_told_again():

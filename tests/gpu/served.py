@@ -118,7 +118,7 @@ async def _route(
     verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
     verifier.connect(links[:1])
     drafter: Drafter = NoDrafter()
-    remote = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=60.0, prepares=run_ahead)
+    remote = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=60.0, overlaps=("ahead",) if run_ahead else ("none",))
     if len(links) > 1:
         remote.connect(links[1])
         drafter = remote

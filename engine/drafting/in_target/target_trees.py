@@ -44,8 +44,8 @@ class TargetTreeDrafter(TreeDrafter):
         tables = (CachedPrefix(block_ids=block_table(row.block_ids)) for row in able)
         self.cache.prefixes = OrderedDict(zip(names, tables, strict=True))
         for row in planned:
-            if (sent := self._sent.get(row.request.request_id)) is not None:
+            if (sent := self.sent.get(row.request.request_id)) is not None:
                 self.follow(row.request, sent)
         trees = self.grow(planned, self._in_target.tips(able)) if able else []
-        self._sent = dict(zip(names, trees, strict=True))
+        self.sent = dict(zip(names, trees, strict=True))
         return with_drafts(rows, able, [tree.draft() for tree in trees])

@@ -122,7 +122,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
         self.width = config.tree_width or TREE_WIDTH
         self._backend = draft.backend
         self.cache, self._drawer = self.parts(draft, config)
-        self._sent: dict[str, T] = {}
+        self.sent: dict[str, T] = {}
         """The last tree of each request."""
 
     def parts(self, draft: DraftModel, config: EngineConfig) -> tuple[DraftCache, TokenDrawer]:
@@ -133,7 +133,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a tree per row; empty if the context or the cache is full."""
         with torch.inference_mode():
-            trees = [(row.request, self._sent.pop(row.request.request_id, None)) for row in rows]
+            trees = [(row.request, self.sent.pop(row.request.request_id, None)) for row in rows]
             # A request that was not in every proposal may have been evicted.
             held = [(request, tree) for request, tree in trees if tree and request.request_id in self.cache.prefixes]
             self.keep(self.follow(request, tree)[1] for request, tree in held)
@@ -141,13 +141,13 @@ class LevelwiseDrafter(ABC, Generic[T]):
             able = [row for row in rows if row.num_draft_tokens and self.cache.make_room(row, [], current)]
             if able:
                 grown = self.grow(able, run_in_process(self.cache.catch_up([row.request for row in able])))
-                self._sent.update({row.request.request_id: tree for row, tree in zip(able, grown, strict=True)})
-            sent = [self._sent.get(row.request.request_id) for row in rows]
+                self.sent.update({row.request.request_id: tree for row, tree in zip(able, grown, strict=True)})
+            sent = [self.sent.get(row.request.request_id) for row in rows]
             return [tree.draft() if tree else NO_DRAFT for tree in sent]
 
     def release(self, request_id: str) -> None:
         """Free a request's blocks."""
-        self._sent.pop(request_id, None)
+        self.sent.pop(request_id, None)
         self.cache.release(request_id)
         self._drawer.release(request_id)
 

@@ -86,10 +86,15 @@ def _smooth(old: float | None, new: float) -> float:
 
 
 class PassesAhead(ABC):
-    """Drafts between two proposals, in `advance`; subclasses say which passes, and keep the cache."""
+    """Drafts between two proposals, in `advance`; subclasses say which passes, and keep the cache.
+
+    Attributes:
+        runs_ahead: whether the next proposal prepares for its verdicts; if not, `advance` has nothing to do after it.
+    """
 
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self.stats = RunAheadStats()
+        self.runs_ahead = True
         self._backend = backend
         self._clock = clock
         self._pace = Pace(clock)
@@ -114,7 +119,7 @@ class PassesAhead(ABC):
     @property
     def has_time(self) -> bool:
         """Whether `advance` should be called: half a pass is likely to fit in, or an answer is unsettled."""
-        return self._unsettled is not None or self._pace.has_time
+        return self._unsettled is not None or (self._work is not None and self._pace.has_time)
 
     @property
     def is_computing(self) -> bool:

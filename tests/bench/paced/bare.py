@@ -29,12 +29,11 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS
 """As served workers have it: a process that waits for a pass must not take the CPU from the others."""
 
 
-def _work(pipe: Connection, role: int, paths: tuple[str, str], pair_name: str, config: EngineConfig, identity: str) -> None:
+def _work(pipe: Connection, role: int, paths: tuple[str, str], pair_name: str, config: EngineConfig, identity: str, run_ahead: bool) -> None:
     """Be a worker until the Router's process ends: role 0 is the target, 1 the draft."""
     torch.set_num_threads(1)
     pair, models = Pair.of(pair_name), Models.load(*paths)
     verifier = models.verifier(config, lambda backend: PacedBackend(backend, pair.target))
-    run_ahead = config.speculation != "off"
     drafter = models.drafter(config, lambda backend: PacedBackend(backend, pair.draft), time.perf_counter, run_ahead=run_ahead)
     responder = responders(verifier, drafter, config)[role]
     server = Server("127.0.0.1", _NODE, identity)
@@ -50,7 +49,7 @@ class BareGroup:
         self._processes, ends = [], []
         for role in range(2):
             here, there = context.Pipe()
-            arguments = there, role, paths, pair, config, connector.identity
+            arguments = there, role, paths, pair, config, connector.identity, "ahead" in arm.overlaps
             with _environment(PASSIVE):
                 process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
@@ -59,11 +58,10 @@ class BareGroup:
         answers = [end.recv() for end in ends]
         _, num_blocks, info = answers[0]
         links = [connector.connect(endpoint, version=1) for endpoint, _, _ in answers]
-        self.remote_drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0, prepares="ahead" in arm.overlaps)
+        self.remote_drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0, overlaps=arm.overlaps)
         self.remote_verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
         self.remote_verifier.connect(links[:1])
         self.remote_drafter.connect(links[1])
-        arm.force(self.remote_drafter)
         method = choose_method(config, has_draft_model=True)
         drafter = self.remote_drafter if method.runs_in == "draft" else method.make(config, None)
         self.engine = Engine(
@@ -72,7 +70,9 @@ class BareGroup:
             drafter=method.drafter_of_engine(config, drafter),
             verifier=self.remote_verifier,
             num_blocks=num_blocks,
+            remote=self.remote_drafter,
         )
+        arm.force(self.engine, self.remote_drafter)
 
     def close(self) -> None:
         for process in self._processes:

@@ -30,8 +30,8 @@ SPARE_TOKENS = 128
 """Tokens of each row for drafts, and for the scratch places of running ahead."""
 OVERLAPS: dict[str, tuple[Overlap, ...]] = {
     "in-turn": ("none",),
-    "run-ahead": ("none", "ahead"),
-    "alternate": ("none", "alternate"),
+    "run-ahead": ("ahead",),
+    "alternate": ("alternate",),
     "any": ("none", "ahead", "alternate"),
 }
 
@@ -64,12 +64,12 @@ class Arm:
             raise ValueError(f"there is no arm {name!r}")
         return cls(name, int(length), "fixed", OVERLAPS[overlap])
 
-    def force(self, drafter: RemoteDrafter) -> None:
-        """Let a connected drafter do what the arm says, and nothing else."""
-        if self.speculation == "fixed" and "any" not in self.name:
-            drafter.overlaps = self.overlaps[-1:]
-        else:
-            drafter.overlaps = self.overlaps
+    def force(self, engine: Engine, remote: RemoteDrafter) -> None:
+        """Let the engine overlap as the arm says; the planner chooses only where the arm leaves it a choice."""
+        if len(self.overlaps) == 1:
+            (remote.overlap,) = self.overlaps
+            num_cohorts = 2 if remote.overlap == "alternate" else 1
+            engine.planner.choose_cohorts = lambda num_decoding: num_cohorts  # type: ignore[method-assign]
 
     def config(self, num_rows: int, longest: int, drafting: str = "model") -> EngineConfig:
         """Return settings for so many rows of at most `longest` tokens, whose caches are never full."""

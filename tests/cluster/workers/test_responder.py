@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 
 from cluster.protocol.messages import (
@@ -96,6 +97,11 @@ class AheadDrafter(EchoDrafter):
         super().__init__()
         self.stats = RunAheadStats()
         self.has_time, self.is_computing, self.num_left, self.calls = True, False, 2, []
+        self.runs_ahead = None
+
+    async def propose(self, rows):
+        self.calls.append(f"propose, {self.runs_ahead}")
+        return await super().propose(rows)
 
     def advance(self):
         self.calls.append("advance")
@@ -121,6 +127,13 @@ def test_a_drafter_works_ahead_until_nothing_is_left(ahead):
     ahead.has_time = False
     assert not responder.work()
     assert ahead.calls == ["advance", "advance"]
+
+
+def test_a_drafter_knows_before_a_proposal_whether_to_work_ahead_after_it(ahead):
+    responder = DraftResponder(ahead, capacity=4, version=1)
+    for number, runs_ahead in enumerate([True, False, True]):
+        responder.answer(msgspec.structs.replace(propose(number, WHOLE), runs_ahead=runs_ahead))
+    assert ahead.calls == ["propose, True", "propose, False", "propose, True"]
 
 
 def test_while_the_device_computes_the_responder_looks_for_requests_in_short_pauses(ahead):

@@ -52,7 +52,7 @@ class Twin:
             run_ahead="ahead" in arm.overlaps,
         )
         self._responders = responders(verifier, self.drafter, config)
-        self.remote_drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0, prepares="ahead" in arm.overlaps)
+        self.remote_drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0, overlaps=arm.overlaps)
         self.remote_verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
         method = choose_method(config, has_draft_model=True)
         drafter = self.remote_drafter if method.runs_in == "draft" else method.make(config, None)
@@ -63,7 +63,9 @@ class Twin:
             verifier=self.remote_verifier,
             num_blocks=verifier.num_blocks,
             clock=self.loop.time,
+            remote=self.remote_drafter,
         )
+        arm.force(self.engine, self.remote_drafter)
 
     def __enter__(self) -> Self:
         self._time = virtual_time(*TIMED)
@@ -89,7 +91,6 @@ class Twin:
             links.append(VirtualLink(self.router, worker, self._costs))
         self.remote_verifier.connect(links[:1])  # type: ignore[arg-type]
         self.remote_drafter.connect(links[1])  # type: ignore[arg-type]
-        self._arm.force(self.remote_drafter)
 
 
 def _paced(backend: Backend, device: PacedDevice, process: Process, accelerator: Accelerator) -> Backend:

@@ -91,16 +91,17 @@ class VirtualLink:
 
     async def call(self, request: RoundMessage) -> AnyReply:
         """Send a request and return its reply; errors as of `Link.call`."""
+        return await (await self.begin(request))
+
+    async def begin(self, request: RoundMessage) -> asyncio.Future[AnyReply]:
+        """Send a request, and return the future of its reply."""
         loop = asyncio.get_running_loop()
-        reply: asyncio.Future[bytes] = loop.create_future()
-        host_s = await self._send(request, lambda payload: None if reply.done() else reply.set_result(payload))
-        try:
-            async with asyncio.timeout(request.deadline_s):
-                payload = await reply
-        except TimeoutError:
-            raise DeadlineError(f"no reply to round {request.round} within {request.deadline_s:g} s") from None
-        await self._router.spend(host_s)
-        return decode_reply(payload)
+        reply: asyncio.Future[AnyReply] = loop.create_future()
+        host_s = await self._send(request, lambda payload: self._receive(payload, reply, host_s))
+        late = DeadlineError(f"no reply to round {request.round} within {request.deadline_s:g} s")
+        timer = loop.call_later(request.deadline_s, lambda: None if reply.done() else reply.set_exception(late))
+        reply.add_done_callback(lambda _: timer.cancel())
+        return reply
 
     async def post(self, request: RoundMessage) -> float:
         await self._send(request, lambda payload: None)
@@ -119,3 +120,11 @@ class VirtualLink:
         await self._router.spend(host_s)
         asyncio.get_running_loop().call_later(self._costs.wire_s, self._worker.deliver, payload, reply)
         return host_s
+
+    def _receive(self, payload: bytes, reply: asyncio.Future[AnyReply], host_s: float) -> None:
+        async def read() -> None:
+            await self._router.spend(host_s)
+            if not reply.done():
+                reply.set_result(decode_reply(payload))
+
+        self._reading = asyncio.create_task(read())

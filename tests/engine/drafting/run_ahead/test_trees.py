@@ -38,7 +38,7 @@ def ahead(model=MODEL, **settings):
 
 def target_path(text, draft, params, model=MODEL):
     """What a target that is `model` commits: the nodes on its path, and the token after them."""
-    node, tokens = TIP, []
+    node, tokens = -1, []
     while True:
         token = int(scores_after(model, text, tokens, params).argmax())
         tokens.append(token)
@@ -133,7 +133,7 @@ def test_entries_of_a_real_model_are_moved_to_their_places(draft, num_steps):
         (proposed,) = propose(drafter, row(text, 6))
         fresh = TreeDrafter(DraftModel(draft), config())
         propose(fresh, row(text, 6))
-        expected = options_by_path(fresh._sent["a"])
+        expected = options_by_path(fresh.sent["a"])
         for path, options in options_by_path(drafter._trees["a"]).items():
             if path in expected:
                 assert options.scores == pytest.approx(expected[path].scores, abs=1e-3)

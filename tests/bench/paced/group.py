@@ -5,12 +5,12 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Self
 
 from cluster.remote import RemoteDrafter
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, Speculation
-from engine.control.stats import RunAheadStats
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
@@ -130,17 +130,19 @@ class Stretch:
 
     Attributes:
         num_tokens: committed by all requests.
-        length: tokens of a row in a round, on average.
+        rounds_s: the seconds of each round, from the end of the one before.
         texts: all tokens of each request, those before the stretch included.
     """
 
     num_tokens: int = 0
     seconds: float = 0.0
-    num_rounds: int = 0
-    length: float = 0.0
-    run_ahead: RunAheadStats | None = None
+    rounds_s: list[float] = field(default_factory=list)
     rounds_by_length: dict[tuple[int, str], int] = field(default_factory=dict)
     texts: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.rounds_s)
 
     @property
     def tokens_per_s(self) -> float:
@@ -169,24 +171,22 @@ async def decode(
     for index, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
         params = SamplingParams(temperature=temperature, seed=seed + index, max_tokens=longest, ignore_eos=True)
         engine.add(str(index), prompt, params)
-    stretch, total, first, rounds = Stretch(texts=texts), 0, 0, 0
-    started = started_rounds = None
-    while started is None or total - first < num_tokens * len(prompts):
+    stretch, total, first, ends = Stretch(texts=texts), 0, 0, list[float]()
+    while not ends or total - first < num_tokens * len(prompts):
         await run_round()
-        outputs = engine.take_outputs()
-        rounds += bool(outputs)
+        if not (outputs := engine.take_outputs()):
+            continue
         for output in outputs:
             texts[output.request_id] += output.token_ids
             total += len(output.token_ids)
-        if started is None and outputs and min(map(len, texts.values())) >= num_warm:
-            started, first, started_rounds = clock(), total, rounds
-            before = dict(engine.stats.num_rounds_by_length)
-    assert started is not None
-    assert started_rounds is not None
-    stretch.seconds, stretch.num_tokens = clock() - started, total - first
-    stretch.num_rounds = rounds - started_rounds
-    after = engine.stats.num_rounds_by_length
-    stretch.rounds_by_length = {key: after[key] - before.get(key, 0) for key in after if after[key] > before.get(key, 0)}
+        if ends:
+            ends.append(clock())
+        elif min(map(len, texts.values())) >= num_warm:
+            first, before = total, engine.stats.num_rounds_by_length.copy()
+            ends.append(clock())
+    stretch.seconds, stretch.num_tokens = ends[-1] - ends[0], total - first
+    stretch.rounds_s = [later - earlier for earlier, later in pairwise(ends)]
+    stretch.rounds_by_length = dict(engine.stats.num_rounds_by_length - before)
     for request_id in texts:
         engine.abort(request_id)
     return stretch

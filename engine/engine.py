@@ -4,9 +4,8 @@ Texts and statistics of a round are made in `take_outputs`, so that a caller can
 """
 
 import asyncio
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +17,8 @@ from engine.control.stats import RequestStats
 from engine.detokenizer import Detokenizer
 from engine.drafting.check import check_drafts
 from engine.drafting.registry import acceptance_of
-from engine.errors import PromptTooLongError, RequestError
-from engine.models.registry import refused_fields
+from engine.errors import RequestError
+from engine.limits import RequestLimits
 from engine.params import SamplingParams
 from engine.protocols import (
     NO_DRAFT,
@@ -84,15 +83,13 @@ class Engine:
     ) -> None:
         self._start_ids = [] if target.start_id is None else [target.start_id]
         self.config = config = replace(config, enable_prefix_caching=False) if self._start_ids else config
-        self._refused = refused_fields(target)
         self.drafter = drafter
         self.verifier = verifier
         self.vocab_size = target.vocab_size
-        # Of prompt and text together, without the start token.
-        longest = target.max_model_len
-        self.max_model_len = min(config.max_model_len or longest, longest - len(self._start_ids))
         self._eos = frozenset(target.eos_token_ids)
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._limits = RequestLimits(config, target, num_blocks)
+        self.max_model_len = self._limits.max_model_len
         longest = self.max_model_len + len(self._start_ids)
         self.scheduler = Scheduler(config, num_blocks, longest, target.state_chunk)
         self.stats = self.scheduler.stats
@@ -122,6 +119,8 @@ class Engine:
         cache_salt: str | None = None,
         output_token_ids: Ids[int] = (),
         predicted_token_ids: Ids[int] = (),
+        priority: int = 0,
+        owner: str = "",
     ) -> None:
         """Queue a request; it shares cached prefixes only with requests of the same `cache_salt`.
 
@@ -130,14 +129,17 @@ class Engine:
                 the coupled rule, the text continues as it would have there, else by the same law. Such requests are
                 queued before new ones.
             predicted_token_ids: the output that the client predicts, to draft from; it does not change the text.
+            priority: lower starts earlier, and is preempted later.
+            owner: whose request it is: see `WaitingQueue`.
 
         Raises:
             RequestError: this model cannot serve the prompt or a parameter, its drafts are shorter than the fixed
                 length, or the output has ended.
-            QueueFullError: `max_queued_requests` are waiting, and the request has no output yet.
+            QueueFullError: `max_queued_requests` are waiting, the owner has its share of them, and the request has no
+                output yet.
         """
-        params = self._resolve(prompt_token_ids, params, is_new=not output_token_ids)
-        self._check_ids("prediction", predicted_token_ids)
+        params = self._limits.fit(prompt_token_ids, params, is_new=not output_token_ids)
+        self._limits.check_ids("prediction", predicted_token_ids)
         tokens = [*prompt_token_ids, *self._start_ids]
         source_length = len(prompt_token_ids) if self._start_ids else 0
         detokenizer = None
@@ -157,6 +159,8 @@ class Engine:
             ),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,
+            priority=priority,
+            owner=owner,
         )
         sequence.resume(list(output_token_ids))
         self.scheduler.add(sequence)
@@ -281,52 +285,6 @@ class Engine:
         check_drafts(proposed, speculating, self.vocab_size)
         drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
         return self.planner.trim(plan, batch, [drafts.get(id(row), NO_DRAFT) for row in batch])
-
-    def _resolve(self, prompt_token_ids: Ids[int], params: SamplingParams, *, is_new: bool) -> SamplingParams:
-        """Check a request against the model, choose a missing seed, and cap `max_tokens` and the draft length."""
-        length = len(prompt_token_ids)
-        if length == 0:
-            raise RequestError("the prompt is empty", "prompt")
-        usable = self.scheduler.pool.num_blocks * self.config.block_size - len(self._start_ids)
-        limits = [
-            (self.max_model_len - 1, f"the context of {self.max_model_len} must also hold one output token"),
-            (usable - 1, f"the KV cache holds {usable}"),
-        ]
-        if self._start_ids:
-            longest = self.config.max_num_batched_tokens
-            limits.append((longest, f"one pass must compute it, and max_num_batched_tokens is {longest}"))
-        for limit, reason in limits:
-            if length > limit:
-                raise PromptTooLongError(f"the prompt has {length} tokens; {reason}", "prompt")
-        for field, reason in self._refused.items():
-            if getattr(params, field, None) is not None:
-                raise RequestError(reason, field)
-        room = min(self.max_model_len, usable) - length
-        if params.min_tokens > room:
-            raise RequestError(f"min_tokens is {params.min_tokens}; the context has room for {room}", "min_tokens")
-        self._check_ids("prompt", prompt_token_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias)
-        most, num_draft_tokens = self.planner.max_draft_tokens, params.num_speculative_tokens
-        if num_draft_tokens is not None and num_draft_tokens > most:
-            if is_new and params.fixes_draft_length:
-                raise RequestError(
-                    f"num_speculative_tokens is fixed at {num_draft_tokens}; drafts have {most} tokens at most",
-                    "num_speculative_tokens",
-                )
-            num_draft_tokens = most
-        return replace(
-            params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            max_tokens=min(params.max_tokens, room),
-            num_speculative_tokens=num_draft_tokens,
-            # The client got these with the first token of the output, and they would rule out cached blocks.
-            prompt_logprobs=params.prompt_logprobs if is_new else None,
-        )
-
-    def _check_ids(self, name: str, ids: Collection[int]) -> None:
-        if bad := [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < self.vocab_size]:
-            raise RequestError(f"{name} contains token id {bad[0]}; ids are 0 to {self.vocab_size - 1}", name)
 
     def _release(self, request_id: str) -> None:
         self.drafter.release(request_id)

@@ -1,14 +1,12 @@
 """Scheduler: chooses the requests of the next round, and admits, preempts and finishes requests.
 
 Continuous batching with chunked prefill under one token budget: decoding requests get their last token and their
-draft first, prompts get the rest. When blocks run out, the youngest running request is preempted: it frees its blocks
-and recomputes its committed tokens later.
+draft first, prompts get the rest. When blocks run out, the youngest of the running requests with the highest `priority`
+is preempted: it frees its blocks and recomputes its committed tokens later.
 
 With two cohorts, a second round may begin before the first has ended. Each takes an equal share of the requests, of
 those that are not in flight, longest waiting first; so the cohorts stay equal without a list of their members.
 """
-
-from collections import deque
 
 from engine.blocks.block_pool import BlockPool, block_digest
 from engine.blocks.block_table import block_table
@@ -16,9 +14,9 @@ from engine.blocks.state_slots import StateSlots
 from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.control.stats import SpeculationStats
-from engine.errors import QueueFullError
 from engine.protocols import Request, RequestOutput, ScheduledRow, Verdict
 from engine.sequence import Sequence
+from engine.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -34,25 +32,15 @@ class Scheduler:
         self.states = StateSlots(config, state_chunk)
         self.stats = SpeculationStats()
         self._max_model_len = max_model_len
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(config.max_queued_requests)
         self.running: list[Sequence] = []
         self.num_cohorts = 1
         self._num_rounds = 0
         self._lacks_blocks = False
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request; one that another engine began comes before all new ones.
-
-        Raises:
-            QueueFullError: `max_queued_requests` are waiting, and the request has no tokens.
-        """
-        if sequence.request.num_output_tokens:
-            num_begun = next((i for i, s in enumerate(self.waiting) if not s.has_begun), len(self.waiting))
-            self.waiting.insert(num_begun, sequence)
-            return
-        if len(self.waiting) >= (limit := self.config.max_queued_requests):
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting, the limit is {limit}")
-        self.waiting.append(sequence)
+        """Queue a request; errors as of `WaitingQueue.add`."""
+        self.waiting.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; `commit` ignores its row of a round in flight."""
@@ -73,7 +61,7 @@ class Scheduler:
 
     @property
     def unstarted_ids(self) -> list[str]:
-        """Waiting requests that no round has computed yet, oldest first."""
+        """Waiting requests that no round has computed yet."""
         return [s.request.request_id for s in self.waiting if not s.has_begun]
 
     @property
@@ -121,7 +109,7 @@ class Scheduler:
                 longest -= max(0, row.num_draft_tokens - k)
         self._lacks_blocks = False
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and len(rows) < self._share:
-            admitted = self._admit(self.waiting[0], budget, plan)
+            admitted = self._admit(self.waiting.first, budget, plan)
             if admitted is None:
                 self._lacks_blocks = True
                 break
@@ -157,6 +145,7 @@ class Scheduler:
                 self.stats.observe_draft(len(verdict.draft.token_ids), verdict.num_accepted)
                 output = sequence.commit(verdict)
                 self.stats.num_generation_tokens += len(output.token_ids)
+                self.waiting.charge(sequence, len(output.token_ids))
                 outputs.append((sequence, output))
             self._publish(sequence)
             self.states.commit(sequence.request, sequence.digests)
@@ -196,13 +185,13 @@ class Scheduler:
         return ScheduledRow(sequence.request, num_draft_tokens, sequence.num_computed, length, sequence.block_ids)
 
     def _reserve(self, sequence: Sequence, row: ScheduledRow, batch: list[ScheduledRow]) -> bool:
-        """Allocate a row's blocks, preempting the youngest requests that are not in flight.
+        """Allocate a row's blocks, preempting other requests that are not in flight.
 
-        Returns False if that preempts the row itself, or if the row waits for younger requests in flight.
+        Returns False if that preempts the row itself, or if the row waits for requests in flight that come after it.
         """
         while not self._grow(sequence, row):
-            victim = next(s for s in reversed(self.running) if not s.is_in_flight)
-            if victim is sequence and self.running[-1].is_in_flight:
+            last, victim = _last(self.running), _last([s for s in self.running if not s.is_in_flight])
+            if victim is sequence and last.is_in_flight:
                 return False
             self._requeue(victim)
             self.stats.num_preemptions += 1
@@ -228,11 +217,12 @@ class Scheduler:
         if row is None or not self._grow(sequence, row):
             self._free(sequence)
             return None
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         self.running.append(sequence)
         if not sequence.was_admitted:
             sequence.was_admitted = True
             sequence.num_cached = sequence.num_computed
+            self.waiting.charge(sequence, sequence.num_uncomputed)
             self.stats.num_prompt_tokens += sequence.request.num_prompt_tokens
             self.stats.num_cached_prompt_tokens += min(sequence.num_cached, sequence.request.num_prompt_tokens)
             if self.config.enable_prefix_caching and not sequence.lacks_prompt_logprobs:
@@ -253,7 +243,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._free(sequence)
         sequence.is_in_flight = False
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_ids)
@@ -266,3 +256,8 @@ class Scheduler:
             parent = sequence.digests[-1] if sequence.digests else sequence.request.salt
             sequence.digests.append(block_digest(parent, token_ids[index * size : (index + 1) * size]))
             self.pool.publish(sequence.block_ids[index], sequence.digests[-1])
+
+
+def _last(running: list[Sequence]) -> Sequence:
+    """Return the youngest of the requests with the highest `priority`."""
+    return max(reversed(running), key=lambda sequence: sequence.priority)

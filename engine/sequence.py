@@ -20,12 +20,16 @@ class Sequence:
         digests: digests of the full, computed blocks (`block_pool.block_digest`).
         is_in_flight: whether a round has a row of it and has not ended.
         last_round: the number of the last round with a row of it.
+        priority: lower starts earlier.
+        owner: whose request it is; owners share the engine's tokens equally while their requests wait.
         prompt_logprobs: log probabilities of the prompt tokens computed so far, from the second on, if requested.
     """
 
     request: Request
     end_ids: frozenset[int]
     detokenizer: Detokenizer | None
+    priority: int = 0
+    owner: str = ""
     block_ids: BlockTable = field(default_factory=block_table)
     digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0

@@ -72,6 +72,7 @@ class Router:
             verifier=self._group.remote_verifier,
             num_blocks=self._group.num_blocks,
             tokenizer=self._group.target_source.tokenizer,
+            remote=self._group.remote_drafter if settings.has_draft_worker else None,
         )
         self._metrics = RouterMetrics(self._engine, self._group.remote_drafter, self._group.remote_verifier)
         self._deliveries: dict[InboxAddress, Delivery] = {}

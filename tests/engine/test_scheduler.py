@@ -146,7 +146,7 @@ def test_a_prompt_that_waits_for_blocks_does_not_count_until_it_is_admitted():
     assert shares(run_round(scheduler)) == [("a", 6, 0)]
     assert names(scheduler.waiting) == ["b"]
     assert not scheduler.has_prompts
-    assert not scheduler.waiting[0].block_ids
+    assert not scheduler.waiting.first.block_ids
     scheduler.abort("a")
     assert shares(run_round(scheduler)) == [("b", 10, 0)]
     add(scheduler, "c", [1])

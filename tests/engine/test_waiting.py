@@ -1,0 +1,253 @@
+"""Which waiting request starts next, with whom an owner shares, and who may still join a full queue."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.control.plan import Plan
+from engine.errors import QueueFullError
+from engine.params import SamplingParams
+from engine.protocols import Request, Verdict
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from engine.waiting import WaitingQueue
+
+
+def make_sequence(request_id, owner="", *, priority=0, length=4, max_tokens=100):
+    request = Request(request_id, [1] * length, length, SamplingParams(max_tokens=max_tokens))
+    return Sequence(request, frozenset(), None, priority=priority, owner=owner)
+
+
+def begun(request_id, **settings):
+    sequence = make_sequence(request_id, **settings)
+    sequence.resume([3])
+    return sequence
+
+
+def queue_of(*sequences, limit=1000):
+    queue = WaitingQueue(limit)
+    for sequence in sequences:
+        queue.add(sequence)
+    return queue
+
+
+def start(queue, num_tokens=10):
+    """Start the next request, and count so many tokens for its owner."""
+    sequence = queue.first
+    queue.remove(sequence)
+    queue.charge(sequence, num_tokens)
+    return sequence.request.request_id
+
+
+def order(queue):
+    return [start(queue) for _ in range(len(queue))]
+
+
+# Which request starts next.
+
+
+def test_an_owners_requests_start_in_their_order():
+    assert order(queue_of(*(make_sequence(str(i)) for i in range(20)))) == [str(i) for i in range(20)]
+
+
+def test_of_one_owner_a_lower_priority_starts_earlier_and_equal_ones_in_their_order():
+    levels = {"a": 0, "b": 1, "c": -1, "d": 0, "e": -1, "f": 1}
+    queue = queue_of(*(make_sequence(name, priority=level) for name, level in levels.items()))
+    assert order(queue) == ["c", "e", "a", "d", "b", "f"]
+
+
+def test_begun_requests_keep_their_place_before_any_priority_and_share():
+    queue = queue_of(
+        make_sequence("new", priority=-5), begun("other engine's 1"), begun("other engine's 2", priority=9)
+    )
+    for name in ("younger", "older"):  # the youngest is preempted first
+        queue.put_back(make_sequence(name, owner="heavy"))
+    queue.charge(make_sequence("", owner="heavy"), 10**6)
+    assert order(queue) == ["older", "younger", "other engine's 1", "other engine's 2", "new"]
+
+
+def test_one_owners_request_does_not_wait_for_the_500_of_another():
+    queue = queue_of(*(make_sequence(f"many {i}", "many") for i in range(500)))
+    assert [start(queue) for _ in range(8)] == [f"many {i}" for i in range(8)]
+    queue.add(make_sequence("one", "one"))
+    assert "one" in [start(queue), start(queue)]
+
+
+def test_a_positive_priority_lets_other_owners_pass():
+    queue = queue_of(make_sequence("later", "a", priority=1), make_sequence("now", "b"))
+    queue.charge(make_sequence("", "b"), 10**6)
+    assert order(queue) == ["now", "later"]
+
+
+def test_no_priority_passes_the_requests_of_an_owner_with_fewer_tokens():
+    queue = queue_of(*(make_sequence(f"first {i}", "a", priority=-100) for i in range(3)), make_sequence("b", "b"))
+    assert order(queue) == ["first 0", "b", "first 1", "first 2"]
+
+
+def test_the_owner_with_fewer_tokens_is_next():
+    queue = queue_of(*(make_sequence(f"{owner}{i}", owner) for i in range(3) for owner in "ab"))
+    assert start(queue, 25) == "a0"
+    assert [start(queue) for _ in range(5)] == ["b0", "b1", "b2", "a1", "a2"]
+
+
+def test_an_owner_that_comes_back_has_saved_nothing_up():
+    queue = queue_of(*(make_sequence(f"a{i}", "a") for i in range(20)))
+    for _ in range(10):
+        start(queue)
+    for i in range(10):
+        queue.add(make_sequence(f"b{i}", "b"))
+    assert Counter(start(queue)[0] for _ in range(10)) == {"a": 5, "b": 5}
+
+
+def test_an_owner_that_finds_the_queue_empty_has_saved_nothing_up_either():
+    queue = queue_of(make_sequence("a", "a"))
+    assert start(queue, 1000) == "a"
+    for i in range(10):
+        queue.add(make_sequence(f"b{i}", "b"))
+    for i in range(10):
+        queue.add(make_sequence(f"a{i}", "a"))
+    assert Counter(start(queue)[0] for _ in range(10)) == {"a": 5, "b": 5}
+
+
+def test_an_owner_with_more_tokens_than_the_others_keeps_its_counter_when_it_comes_back():
+    queue = queue_of(make_sequence("a", "a"), *(make_sequence(f"b{i}", "b") for i in range(10)))
+    assert start(queue, 55) == "a"
+    queue.add(make_sequence("a again", "a"))
+    assert [start(queue) for _ in range(7)] == [*(f"b{i}" for i in range(6)), "a again"]
+
+
+def test_an_aborted_request_leaves_the_queue():
+    sequences = [make_sequence("a"), make_sequence("b"), begun("c")]
+    queue = queue_of(*sequences)
+    for sequence in sequences[::2]:
+        queue.remove(sequence)
+    assert (len(queue), order(queue), bool(queue)) == (1, ["b"], False)
+
+
+# Who may join a full queue.
+
+
+def fill(queue, owner, count=10**6):
+    """Return how many of so many requests an owner can add."""
+    for number in range(count):
+        try:
+            queue.add(make_sequence(f"{owner}{number}", owner))
+        except QueueFullError:
+            return number
+    return count
+
+
+def test_an_owner_alone_fills_the_queue_to_its_limit():
+    queue = queue_of(limit=12)
+    assert fill(queue, "a") == 12
+    with pytest.raises(QueueFullError, match="12 requests are waiting, the limit is 12"):
+        queue.add(make_sequence("a", "a"))
+
+
+def test_an_owner_finds_its_share_of_a_full_queue_and_no_more():
+    queue = queue_of(limit=12)
+    assert [fill(queue, owner) for owner in "abc"] == [12, 6, 4]
+    assert fill(queue, "a") == 0
+
+
+def test_twice_the_limit_is_never_exceeded():
+    queue = queue_of(limit=12)
+    assert sum(fill(queue, str(owner)) for owner in range(100)) == 24
+
+
+def test_an_owner_below_its_share_gets_the_first_place_that_comes_free():
+    queue = queue_of(limit=12)
+    for owner in range(100):
+        fill(queue, str(owner))
+    queue.remove(queue.first)
+    assert [fill(queue, "0"), fill(queue, "late")] == [0, 1]
+
+
+def test_begun_requests_take_places_but_are_never_refused():
+    queue = queue_of(*(begun(str(i), owner="a") for i in range(30)), limit=12)
+    assert len(queue) == 30
+    assert [fill(queue, "a"), fill(queue, "b")] == [0, 0]
+
+
+def test_share_of_a_limit_of_one_is_one():
+    queue = queue_of(limit=1)
+    assert [fill(queue, owner) for owner in "abc"] == [1, 1, 0]
+
+
+# With the scheduler.
+
+
+def run_round(scheduler):
+    """Run a round in which every row at its tip commits 3 tokens; return the tokens of each owner."""
+    rows = scheduler.next_batch(Plan(0))
+    verdicts = [
+        Verdict([7, 7, 7]) if row.start + row.length == len(row.request.token_ids) else Verdict() for row in rows
+    ]
+    owners = Counter()
+    for sequence, output in scheduler.commit(rows, verdicts):
+        owners[sequence.owner] += len(output.token_ids)
+        if output.finish_reason:
+            owners[sequence.owner] += sequence.request.prompt_length
+    return owners
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_owners_of_unequal_demand_get_equal_shares_of_tokens(seed):
+    """One sends 10 times as many requests as the others, another has long prompts, the third long outputs."""
+    rng = random.Random(seed)
+    config = EngineConfig(max_num_seqs=8, block_size=4, max_queued_requests=1000, enable_prefix_caching=False)
+    scheduler = Scheduler(config, 2000, 1000)
+    demands = {"many": (400, 8, 12), "prompts": (60, 60, 12), "outputs": (60, 8, 90)}
+    for owner, (count, length, max_tokens) in demands.items():
+        for number in range(count):
+            lengths = {"length": rng.randint(1, 2 * length), "max_tokens": rng.randint(1, 2 * max_tokens)}
+            scheduler.add(make_sequence(f"{owner} {number}", owner, **lengths))
+    served = Counter()
+    while all(any(waiting.owner == owner for waiting in scheduler.waiting) for owner in demands):
+        served += run_round(scheduler)
+    mean = served.total() / 3
+    assert mean > 2000
+    assert all(abs(tokens - mean) <= 0.1 * mean for tokens in served.values()), served
+
+
+def test_an_owners_first_request_starts_within_a_round_of_a_free_place():
+    scheduler = Scheduler(EngineConfig(max_num_seqs=4, block_size=4, max_queued_requests=1000), 2000, 1000)
+    for number in range(500):
+        scheduler.add(make_sequence(f"many {number}", "many", max_tokens=30))
+    for _ in range(25):
+        run_round(scheduler)
+    one = make_sequence("one", "one")
+    scheduler.add(one)
+    while len(scheduler.running) == 4 and not one.was_admitted:
+        run_round(scheduler)
+    run_round(scheduler)
+    assert one.was_admitted
+
+
+def test_recomputed_tokens_are_not_charged():
+    scheduler = Scheduler(EngineConfig(max_num_seqs=1, block_size=4), 100, 1000)
+    scheduler.add(make_sequence("1", "a", length=41, max_tokens=6))
+    run_round(scheduler)
+    scheduler.reset()
+    run_round(scheduler)
+    assert scheduler.waiting._served == {"a": 41 + 6}
+
+
+def test_cached_tokens_are_not_charged():
+    scheduler = Scheduler(EngineConfig(max_num_seqs=1, block_size=4), 100, 1000)
+    for name in "ab":
+        scheduler.add(make_sequence(name, "a", length=41, max_tokens=3))
+        run_round(scheduler)
+    assert scheduler.waiting._served == {"a": 41 + 3 + 1 + 3}
+
+
+def test_the_youngest_with_the_highest_priority_is_preempted():
+    scheduler = Scheduler(EngineConfig(max_num_seqs=4, block_size=4, max_num_batched_tokens=64), 1 + 4, 1000)
+    for name, priority in (("oldest", 0), ("low 1", 1), ("low 2", 1), ("youngest", 0)):
+        scheduler.add(make_sequence(name, priority=priority, length=2))
+    run_round(scheduler)
+    run_round(scheduler)
+    assert [sequence.request.request_id for sequence in scheduler.running] == ["oldest", "youngest"]
+    assert [sequence.request.request_id for sequence in scheduler.waiting] == ["low 1", "low 2"]

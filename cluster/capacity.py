@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from cluster.config import GroupConfig
-from cluster.placement import Bundle, label_selectors, shares_gpu
+from cluster.placement import Bundle, label_selectors, pool_bundle, shares_gpu
 from cluster.ray_core import available_resources_per_node, node_labels_match_selector
 
 _EPSILON = 1e-6
@@ -49,7 +49,7 @@ def slots(config: GroupConfig, bundles: Sequence[Bundle]) -> list[Slot]:
     ranks = "the target" if config.tensor_parallel_size == 1 else "the target's ranks"
     names = [ranks] * len(bundles)
     names[0] = "the Router replica"
-    if config.has_draft_worker:
+    if config.places_draft:
         names[1] = f"{ranks} and the draft" if shares_gpu(config, bundles) else "the draft"
     named = map(Slot, names, bundles, label_selectors(config, bundles))
 
@@ -57,6 +57,11 @@ def slots(config: GroupConfig, bundles: Sequence[Bundle]) -> list[Slot]:
         return len(slot.label_selector), slot.bundle.get("GPU", 0), slot.bundle.get("CPU", 0)
 
     return sorted(named, key=difficulty, reverse=True)
+
+
+def pool_slot(config: GroupConfig, *, num_gpus: float) -> Slot:
+    """Return what one draft worker of a pool needs on a cluster with `num_gpus` GPUs."""
+    return Slot("a draft worker of the pool", pool_bundle(config, num_gpus=num_gpus), config.draft_label_selector)
 
 
 def cluster_nodes() -> dict[str, Node]:

@@ -26,6 +26,8 @@ class GroupConfig:
     run_ahead: RunAhead = "auto"
     """Whether the draft worker drafts for the likeliest verdicts while the target verifies; auto: where each model has
     a device or cores of its own."""
+    draft_pool: bool = False
+    """Whether the draft worker is one of a pool that other groups use, too; then none is placed with the group."""
     tensor_parallel_size: int = 1
     """Ranks that share the target's weights."""
     target_label_selector: Mapping[str, str] = field(default_factory=dict)
@@ -50,6 +52,11 @@ class GroupConfig:
     def has_draft_worker(self) -> bool:
         """Whether a draft worker makes the drafts."""
         return self.method.runs_in == "draft"
+
+    @property
+    def places_draft(self) -> bool:
+        """Whether the group has a draft worker of its own, for which it needs room."""
+        return self.has_draft_worker and not self.draft_pool
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:

@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.capacity import free_nodes, missing, slots
 from cluster.config import GroupConfig, suited_to_models
+from cluster.leases import Lease, Leases, keep_lease
 from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
@@ -62,7 +63,9 @@ class SpeculationGroup:
         draft: ModelSource | None,
         *,
         owns_placement: bool,
+        leases: Leases | None = None,
     ) -> None:
+        self._leases = leases
         self.config = config
         self.target_source = target
         self._draft_source = draft
@@ -87,8 +90,10 @@ class SpeculationGroup:
         self.drafter: Drafter = config.method.drafter_of_engine(config.engine, drafter)
 
     @classmethod
-    async def start(cls, config: GroupConfig) -> "SpeculationGroup":
+    async def start(cls, config: GroupConfig, leases: Leases | None = None) -> "SpeculationGroup":
         """Place and start all workers, in the current placement group or in a new one.
+
+        With a draft pool, the draft worker is one that `leases` gives.
 
         Raises ModelError if a model cannot be served, or the two cannot work together; TargetError if the workers could
         not be placed, or did not start in time.
@@ -99,7 +104,7 @@ class SpeculationGroup:
         placement = current or _make_placement(config)
         node_id = ray.get_runtime_context().get_node_id()
         config = settle(config, placement.bundle_specs, num_cores=count_cores(node_id))
-        group = cls(config, placement, Connector(node_id), target, draft, owns_placement=current is None)
+        group = cls(config, placement, Connector(node_id), target, draft, owns_placement=current is None, leases=leases)
         limit_s = config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -175,7 +180,10 @@ class SpeculationGroup:
                 target = tasks.create_task(self._start_first_target())
                 if self._draft_source is not None and self.config.has_draft_worker:
                     tasks.create_task(asyncio.to_thread(shared_tokens, self.target_source, self._draft_source))
-                    tasks.create_task(self._begin_drafting(target))
+                    if self.config.draft_pool:
+                        self._run_in_background(self._keep_lease())
+                    else:
+                        tasks.create_task(self._begin_drafting(target))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -239,6 +247,14 @@ class SpeculationGroup:
         self.remote_drafter.connect(draft.links[0])
         self._run_in_background(introduce(self.config, self._target, self._draft))
         return draft
+
+    async def _keep_lease(self) -> None:
+        def taken(lease: Lease) -> None:
+            self.draft_info = lease.info
+
+        assert self._leases is not None, "a group with a draft pool is started with it"
+        num_rows = self.config.engine.max_num_seqs
+        await keep_lease(self._leases, self._connector, self.remote_drafter, num_rows, taken)
 
     async def _watch_target(self, ranks: WorkerSet) -> None:
         reason = await ranks.wait_for_end(self.config.hang_timeout_s)

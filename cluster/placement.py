@@ -1,9 +1,10 @@
 """Placement: which resources a group requests from Ray, and the options of the actor in each bundle.
 
 Bundle 0 is the Router replica's: Serve places the replica there, and its `ray_actor_options` must fit into it. The
-draft worker's bundle follows, if there is a draft, then the target's. Serve takes one strategy for all bundles of a
-replica (`placement_group_strategy`), but a bundle is on one node in any case: the target's ranks share one, and a draft
-that shares a GPU with rank 0 is in that bundle, too. PACK puts everything on one node if it fits.
+draft worker's bundle follows, if the group has one of its own, then the target's. Serve takes one strategy for all
+bundles of a replica (`placement_group_strategy`), but a bundle is on one node in any case: the target's ranks share
+one, and a draft that shares a GPU with rank 0 is in that bundle, too. PACK puts everything on one node if it fits. A
+pool's draft workers are replicas of another deployment, each placed by itself.
 
 The CPU shares only count towards Ray's totals and do not limit threads. Draft and target take turns on the same cores,
 so a laptop must not need whole cores for each; `num_threads` limits the threads.
@@ -56,7 +57,7 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
     Device "auto" uses the GPUs that are there; without any, all workers run on the CPU. Too few raise PlacementError.
     Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
     """
-    size, draft = config.tensor_parallel_size, config.draft if config.has_draft_worker else None
+    size, draft = config.tensor_parallel_size, config.draft if config.places_draft else None
     num_target = size * _is_on_gpu(config.target, num_gpus)
     num_draft = int(draft is not None and _is_on_gpu(draft, num_gpus))
     can_share = num_target and num_draft and config.draft_label_selector in ({}, config.target_label_selector)
@@ -78,7 +79,7 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
 
 def shares_gpu(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> bool:
     """Return whether the draft worker is in the bundle of rank 0, on the same GPU."""
-    return config.has_draft_worker and len(bundles) == 2
+    return config.places_draft and len(bundles) == 2
 
 
 def label_selectors(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
@@ -90,7 +91,7 @@ def label_selectors(config: GroupConfig, bundles: Sequence[Mapping[str, float]])
 def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
     """Resolve `run_ahead` "auto" for these bundles, and set how many of the node's cores each model may use."""
     target_on_cpu = not bundles[-1].get("GPU")
-    draft_on_cpu = config.has_draft_worker and not bundles[DRAFT_BUNDLE].get("GPU")
+    draft_on_cpu = config.places_draft and not bundles[DRAFT_BUNDLE].get("GPU")
     num_models = config.tensor_parallel_size * target_on_cpu + draft_on_cpu
     # The Router and the Ingress compute in every round, too.
     is_apart = num_cores > num_models if num_models else not shares_gpu(config, bundles)
@@ -121,10 +122,26 @@ def draft_options(config: GroupConfig, group: PlacementGroup) -> dict[str, Any]:
     return _actor_options(group, DRAFT_BUNDLE, DRAFT_CPUS, num_gpus, _ITS_GPU)
 
 
+def pool_bundle(config: GroupConfig, *, num_gpus: float) -> Bundle:
+    """Return what one draft worker of a pool takes of a cluster with `num_gpus` GPUs."""
+    return _bundle(int(config.draft is not None and _is_on_gpu(config.draft, num_gpus)), DRAFT_CPUS)
+
+
+def pool_options(config: GroupConfig, *, num_gpus: float) -> dict[str, Any]:
+    """Return the options of a pool's Serve replicas, each of which is a draft worker."""
+    bundle = pool_bundle(config, num_gpus=num_gpus)
+    return {
+        "num_cpus": bundle["CPU"],
+        "num_gpus": bundle.get("GPU", 0),
+        "label_selector": dict(config.draft_label_selector),
+        "runtime_env": {"env_vars": _CPU_SETTINGS | (_ITS_GPU if bundle.get("GPU") else _NO_GPU)},
+    }
+
+
 def rank_beside_draft(config: GroupConfig, group: PlacementGroup) -> int | None:
     """Return the first target rank on the draft's device, None if it shares none; Ray must have placed the bundles."""
     bundles = group.bundle_specs
-    if not config.has_draft_worker:
+    if not config.places_draft:
         return None
     if shares_gpu(config, bundles):
         return 0

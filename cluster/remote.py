@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from cluster.protocol.messages import (
 )
 from cluster.protocol.prefix_delta import Acknowledged
 from cluster.protocol.validation import check_proposal, check_verdicts, with_drafts
-from cluster.round_times import RoundTimes, shape_of
+from cluster.round_times import DraftTimes, RoundTimes, shape_of
 from cluster.transport import ConnectionLostError, DeadlineError, Link, PeerGoneError, TransportError
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Draft, Overlap, ProposeRow, Verdict, VerifyRow
@@ -68,7 +68,8 @@ class RemoteDrafter:
     """Proposes through a draft worker in another process; returns empty drafts if the worker fails.
 
     `fallbacks` counts rounds without drafts by reason: `absent` (no worker, or its connection is lost), `timeout`,
-    `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker).
+    `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker),
+    `slow` (this round has drafts, but the next ones come from another worker of the pool).
 
     A worker that runs ahead is sent requests before they need drafts; see `Overlapping`.
     """
@@ -88,6 +89,8 @@ class RemoteDrafter:
         self._link: Link | None = None
         self._rounds = itertools.count(1)
         self._acknowledged = Acknowledged()
+        self._times = DraftTimes()
+        self._on_failure: Callable[[str], None] | None = None
         self._pause: asyncio.Task[None] | None = None
         self._num_failures = 0
 
@@ -96,10 +99,13 @@ class RemoteDrafter:
         """Whether the next round will request drafts."""
         return self._link is not None and self._pause is None
 
-    def connect(self, link: Link) -> None:
-        """Use a new worker, which holds no prefixes yet."""
+    def connect(self, link: Link, on_failure: Callable[[str], None] | None = None) -> None:
+        """Use a new worker, which holds no prefixes yet.
+
+        With `on_failure`, a failure is not followed by pings: the worker is not used again, and this gets the reason.
+        """
         self._end_pause()
-        self._link = link
+        self._link, self._on_failure, self._times = link, on_failure, DraftTimes()
         self._num_failures = self._num_hits = self._num_misses = 0
         self._acknowledged = Acknowledged()
         logger.info("Draft worker connected")
@@ -127,6 +133,10 @@ class RemoteDrafter:
             self._begin_pause(link, reply)
             return [NO_DRAFT] * len(rows)
         self._num_failures = 0
+        self._times.observe(started, time.perf_counter())
+        if self._on_failure is not None and self._times.is_slow(max(row.num_draft_tokens for row in rows)):
+            self.fallbacks["slow"] += 1
+            self._begin_pause(link, "slow")
         self.calls.compute_s += reply.compute_s
         self.unprepared, self.features = reply.unprepared, reply.features
         if reply.run_ahead is not None:
@@ -157,7 +167,10 @@ class RemoteDrafter:
         deltas, released = self._acknowledged.deltas(rows)
         entries = [ProposeEntry(delta, row.num_draft_tokens) for delta, row in zip(deltas, rows, strict=True)]
         ahead = self.overlap == "ahead"
-        reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries, ahead))
+        # Whole texts take the worker longer than the few tokens of other rounds.
+        is_usual = not any(delta.params is not None for delta in deltas)
+        deadline_s = self._times.deadline_s(self._timeout_s) if is_usual else self._timeout_s
+        reply = await link.call(Propose(next(self._rounds), link.version, deadline_s, released, entries, ahead))
         if link is not self._link:
             raise PeerGoneError("the draft worker was replaced during the round")
         self._acknowledged.acknowledge(released, rows if isinstance(reply, Drafts) else ())
@@ -174,24 +187,37 @@ class RemoteDrafter:
 
     def _begin_pause(self, link: Link, reason: str) -> None:
         if link is not self._link or self._pause is not None:
-            return
+            return None
+        if self._on_failure is not None:
+            self.disconnect(reason)
+            return self._on_failure(reason)
         if self._num_failures == 0:
             logger.warning("Draft worker failed (%s), decoding without drafts until it replies", reason)
         pause_s = min(_MIN_PAUSE_S * 2**self._num_failures, _MAX_PAUSE_S)
         self._num_failures += 1
         self._pause = asyncio.create_task(self._await_pong(link, pause_s), name="draft worker pause")
+        return None
+
+    async def replies(self) -> bool:
+        """Return whether the worker replies to a ping."""
+        try:
+            return self._link is not None and await self._ping(self._link)
+        except TransportError:
+            return False
+
+    async def _ping(self, link: Link) -> bool:
+        return isinstance(await link.call(Ping(next(self._rounds), link.version, _PING_DEADLINE_S, [])), Pong)
 
     async def _await_pong(self, link: Link, pause_s: float) -> None:
-        while True:
+        has_replied = False
+        while not has_replied:
             await asyncio.sleep(pause_s)
             try:
-                reply = await link.call(Ping(next(self._rounds), link.version, _PING_DEADLINE_S, []))
+                has_replied = await self._ping(link)
             except (ConnectionLostError, DeadlineError):
                 continue
             except PeerGoneError:
                 return  # the worker is dead; `disconnect` follows
-            if isinstance(reply, Pong):
-                break
         self._pause = None
         logger.info("Draft worker replies again")
 

@@ -1,12 +1,17 @@
-"""RoundTimes: how long the target may take for a round, learned from the rounds before it."""
+"""RoundTimes and DraftTimes: how long the target and the draft may take for a round, learned from earlier rounds."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 from engine.protocols import VerifyRow
 
 _NUM_ROUNDS, _FACTOR, _LEAST_S = 8, 20, 5.0
 _MAX_SHAPES = 1024
+_DRAFT_FACTOR, _LEAST_DRAFT_S = 4, 0.2
+"""The least is longer than a garbage collection, or whatever else may stop a healthy process for a moment."""
+_NUM_DRAFTS, _SLOWER = 16, 4
 
 Shape = tuple[object, ...]
 
@@ -55,3 +60,39 @@ def shape_of(rows: Sequence[VerifyRow]) -> Shape | None:
         is_cut = (p.top_p < 1, p.top_k > 0, p.min_p > 0, p.has_penalties, bool(p.logit_bias), p.grammar is not None)
         kinds.add((row.draft.is_chain, p.temperature > 0, p.logprobs is not None, *is_cut))
     return len(lengths), sum(lengths), max(lengths), longest.bit_length(), frozenset(kinds)
+
+
+class DraftTimes:
+    """How long recent rounds waited for their drafts, of the whole time of these rounds."""
+
+    def __init__(self) -> None:
+        self._waits: deque[float] = deque(maxlen=_NUM_DRAFTS)
+        self._shares: deque[float] = deque(maxlen=_NUM_DRAFTS)
+        self._best_s = math.inf
+        self._started: float | None = None
+
+    def deadline_s(self, limit_s: float) -> float:
+        """Return the seconds that drafts may take: 4 times the longest of recent waits, but 0.2 s or more."""
+        if len(self._waits) < _NUM_ROUNDS:
+            return limit_s
+        return min(limit_s, max(_LEAST_DRAFT_S, _DRAFT_FACTOR * max(self._waits)))
+
+    def observe(self, started: float, now: float) -> None:
+        """Record a wait from `started` to `now`; the round before lasted until `started`."""
+        if self._started is not None:
+            self._shares.append(self._waits[-1] / (started - self._started))
+        self._started = started
+        self._waits.append(now - started)
+
+    def is_slow(self, num_draft_tokens: int) -> bool:
+        """Return whether the draft is slower than it is worth.
+
+        It is if it takes so much of a round that it would not pay if all of its tokens were accepted; or a quarter of
+        that, and four times what it once took.
+        """
+        if len(self._shares) < _NUM_DRAFTS:
+            return False
+        share, wait_s = median(self._shares), median(self._waits)
+        self._best_s = min(self._best_s, wait_s)
+        most = num_draft_tokens / (num_draft_tokens + 1)
+        return share > most or (share > most / 4 and wait_s > _SLOWER * self._best_s)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from cluster.config import GroupConfig, LogFormat, RunAhead
 from engine.config import BUNDLED_TARGET, PAIR_SETTINGS, ModelConfig, PairConfig, unknown_argument
-from engine.drafting.registry import check_run_ahead, settle_drafting
+from engine.drafting.registry import check_run_ahead, choose_method, settle_drafting
 from engine.errors import ConfigError
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
@@ -99,6 +99,29 @@ class Autoscaling(BaseModel):
         return self.min_replicas if self.max_replicas is None else self.max_replicas
 
 
+class DraftPool(BaseModel):
+    """Number of draft workers that all Routers share, and when it changes."""
+
+    model_config = FROZEN
+
+    replicas: int = Field(1, ge=1)
+    """Fewest draft workers."""
+    max_replicas: int | None = Field(None, ge=1)
+    """Most draft workers; their number follows the share of time in which they draft. None is replicas, a fixed
+    number."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.upper_bound < self.replicas:
+            raise ConfigError(f"draft_pool: max_replicas {self.max_replicas} < replicas {self.replicas}")
+        return self
+
+    @property
+    def upper_bound(self) -> int:
+        """Most draft workers."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+
 class AppConfig(BaseModel):
     """The application's settings."""
 
@@ -143,6 +166,8 @@ class AppConfig(BaseModel):
     """Processes that serve HTTP and tokenize; none is one per 8 CPUs of the cluster, at most 4."""
     autoscaling: Annotated[Autoscaling, FROM_JSON] = Autoscaling()
     """Number of Router replicas, and when it changes."""
+    draft_pool: Annotated[DraftPool | None, FROM_JSON, OrNone] = None
+    """Draft workers that all Routers share; none is one for each Router."""
     limits: Annotated[Limits, FROM_JSON] = Limits()
     """Limits of one request."""
 
@@ -164,6 +189,12 @@ class AppConfig(BaseModel):
     def _check_drafting(self) -> Self:
         settled = settle_drafting(self.pair)
         check_run_ahead(settled.engine, self.run_ahead, has_draft_model=settled.draft is not None)
+        method = choose_method(settled.engine, has_draft_model=settled.draft is not None)
+        if self.draft_pool is not None and (method.runs_in != "draft" or method.reads_features):
+            names = ("draft_model", "drafting", "speculation", "num_speculative_tokens")
+            settings = ", ".join(f"{name} is {getattr(self.pair, name)}" for name in names)
+            why = "its head reads what one target computes" if method.reads_features else "no draft worker is needed"
+            raise ConfigError(f"draft_pool is set, but {settings}: {why}")
         return self
 
     @classmethod
@@ -194,8 +225,18 @@ def group_config(config: AppConfig) -> GroupConfig:
         engine=engine,
         target_label_selector=config.label_selector.target,
         draft_label_selector=config.label_selector.draft,
-        **_same_names(GroupConfig, config),
+        **_same_names(GroupConfig, config) | {"draft_pool": config.draft_pool is not None},
     )
+
+
+def pool_config(group: GroupConfig) -> GroupConfig:
+    """Return the settings that a draft worker of a pool reads of those of its groups, and defaults for the others.
+
+    Of the target, it reads the files alone.
+    """
+    target = ModelConfig(group.target.path, group.target.revision)
+    names = ("draft", "engine", "run_ahead", "draft_pool", "draft_label_selector", "start_timeout_s", "log_format")
+    return GroupConfig(target, **{name: getattr(group, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 import re
 import shlex
+from inspect import isclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -44,8 +46,9 @@ def nested_table() -> str:
 
 def nested_settings() -> list[tuple[str, dict[str, FieldInfo]]]:
     """The settings that have settings inside, and those."""
-    outer = ((name, field.default) for name, field in AppConfig.model_fields.items() if name != "pair")
-    return [(name, type(value).model_fields) for name, value in outer if isinstance(value, BaseModel)]
+    outer = ((name, field.annotation) for name, field in AppConfig.model_fields.items() if name != "pair")
+    types = [(name, part) for name, annotation in outer for part in get_args(annotation) or [annotation]]
+    return [(name, part.model_fields) for name, part in types if isclass(part) and issubclass(part, BaseModel)]
 
 
 def one_line(description: str | None) -> str:

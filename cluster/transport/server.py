@@ -1,4 +1,4 @@
-"""Server: a worker's end of the connection to its one client, the Router.
+"""Server: a worker's end of the connection to one client, a Router.
 
 The thread that computes also waits on the socket. So a reply leaves as soon as it is computed, and a drafter can look
 for the next request between two forward passes.
@@ -86,12 +86,29 @@ class Server:
                 elif may_idle:
                     may_idle = idle()
         finally:
-            self._stop()
+            self.stop()
 
     def close(self) -> None:
         """Make `serve` return after the request it is answering; a later `serve` returns at once."""
         self._is_closing.set()
         self._wake()
+
+    @property
+    def selectable(self) -> int:
+        """A file descriptor that is readable while `receive` has something to do, for a thread with several servers."""
+        epoll: int = self._selector.fileno()
+        return epoll
+
+    def receive(self) -> list[AnyRequest]:
+        """Accept and read what has arrived, without waiting, and return the requests in it."""
+        requests = []
+        while self._has_message(0):
+            requests += self._next_request()
+        return requests
+
+    def send(self, reply: AnyReply) -> None:
+        """Send a reply to the client; it is dropped if the client has left."""
+        self._send(encode(reply))
 
     def _has_message(self, timeout_s: float | None) -> bool:
         """Return whether a whole message has arrived; wait at most `timeout_s` for events, or without limit if None."""
@@ -100,19 +117,23 @@ class Server:
                 key.data()
         return bool(self._payloads)
 
-    def _answer_one(self, answer: Callable[[AnyRequest], AnyReply | None]) -> None:
-        started = time.monotonic()
+    def _next_request(self) -> list[AnyRequest]:
+        """Return the next message, if it is not malformed."""
         try:
-            request = decode_request(self._payloads.popleft())
+            return [decode_request(self._payloads.popleft())]
         except MalformedMessageError as error:
             logger.debug("Dropped a message, malformed: %s", error)
-            return
-        reply = answer(request)
-        seconds = time.monotonic() - started
-        if seconds > request.deadline_s:
-            logger.debug("Dropped a reply, overdue: %.3f s after its request of %g s", seconds, request.deadline_s)
-        elif reply is not None:
-            self._send(encode(reply))
+            return []
+
+    def _answer_one(self, answer: Callable[[AnyRequest], AnyReply | None]) -> None:
+        started = time.monotonic()
+        for request in self._next_request():
+            reply = answer(request)
+            seconds = time.monotonic() - started
+            if seconds > request.deadline_s:
+                logger.debug("Dropped a reply, overdue: %.3f s after its request of %g s", seconds, request.deadline_s)
+            elif reply is not None:
+                self.send(reply)
 
     def _send(self, payload: bytes) -> None:
         if self._client is None:
@@ -219,7 +240,8 @@ class Server:
         with suppress(OSError):  # it holds enough unread wake-ups, or `serve` has ended
             self._wake_sender.send(b"!")
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Close all sockets; for the thread that receives, where that is not `serve`."""
         self._drop_client("the server stops")
         self._remove_unix_socket()
         for handshake in list(self._handshakes):

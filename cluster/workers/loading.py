@@ -21,9 +21,9 @@ from engine.verification.verifier import ModelVerifier
 logger = logging.getLogger(__name__)
 
 
-def load_drafter(
-    source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool, features: FeatureStore
-) -> tuple[Drafter, Backend]:
+def load_draft(
+    source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool, features: FeatureStore | None
+) -> DraftModel:
     """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
     method = choose_method(engine, has_draft_model=True)
     branches = method.branches(engine, run_ahead=run_ahead)
@@ -32,8 +32,15 @@ def load_drafter(
     backend = translated(backend, target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
-    draft = DraftModel(backend, limit, grammars, run_ahead, features if method.reads_features else None)
-    return method.make(engine, draft), backend
+    return DraftModel(backend, limit, grammars, run_ahead, features if method.reads_features else None)
+
+
+def load_drafter(
+    source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool, features: FeatureStore
+) -> tuple[Drafter, Backend]:
+    """Load the draft and make its drafter, with a cache of its own; see `load_draft`."""
+    draft = load_draft(source, target, engine, run_ahead=run_ahead, features=features)
+    return choose_method(engine, has_draft_model=True).make(engine, draft), draft.backend
 
 
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:

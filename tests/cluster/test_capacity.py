@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from cluster import capacity
-from cluster.capacity import Node, Slot, cluster_nodes, free_nodes, missing, place_groups, slots
+from cluster.capacity import Node, Slot, cluster_nodes, free_nodes, missing, place_groups, pool_slot, slots
 from cluster.config import GroupConfig
 from cluster.placement import placement_bundles
 from engine.config import ModelConfig
@@ -84,6 +84,20 @@ def test_bundles_are_named_after_what_fills_them() -> None:
     assert names(AUTO, 1) == {"the Router replica", "the target and the draft"}
     assert names(replace(AUTO, tensor_parallel_size=2), 8) == {"the Router replica", "the draft", "the target's ranks"}
     assert names(replace(AUTO, draft=None), 8) == {"the Router replica", "the target"}
+
+
+def test_a_pooled_group_leaves_its_drafts_gpu_to_the_pool() -> None:
+    pooled = replace(APART, draft_pool=True)
+    assert [slot.name for slot in group(pooled, 2)] == ["the target", "the Router replica"]
+    nodes = {"a": node(64, 4, gpu="H100"), "b": node(8, 1, gpu="L4")}
+    assert place_groups(group(pooled, 5), nodes, limit=9)[0] == 4
+    slot = pool_slot(pooled, num_gpus=5)
+    count, free = place_groups([slot], nodes, limit=9)
+    assert (count, free["b"].resources["GPU"]) == (1, 0)
+    assert missing([slot], free)[0].startswith(
+        "no node has room for a draft worker of the pool, which needs 0.2 CPU, 1 GPU"
+    )
+    assert place_groups([pool_slot(pooled, num_gpus=0)], {"c": Node({"CPU": 0.5}, {"gpu": "L4"})}, limit=9)[0] == 2
 
 
 def test_nodes_that_have_left_have_no_resources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from cluster.placement import (
     draft_options,
     label_selectors,
     placement_bundles,
+    pool_options,
     rank_beside_draft,
     rank_options,
     settle,
@@ -125,6 +126,40 @@ def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
     bundles = placement_bundles(config, num_gpus=1)
     assert [bundle.get("GPU", 0) for bundle in bundles] == [0, 1]
     assert settle(config, bundles, num_cores=8).run_ahead == "off"
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(0, [0, 0]), (1, [0, 1]), (2, [0, 1])])
+def test_a_group_that_leases_its_draft_has_no_bundle_for_it(num_gpus, expected):
+    """With one GPU, the target has it alone."""
+    config = replace(AUTO, draft_pool=True, target_label_selector={"pool": "big"}, draft_label_selector={"pool": "b"})
+    bundles = placement_bundles(config, num_gpus=num_gpus)
+    assert gpus(bundles) == expected
+    assert bundles[1]["CPU"] == 0.4
+    assert not shares_gpu(config, bundles)
+    assert label_selectors(config, bundles) == [{"pool": "big"}] * 2
+    assert rank_beside_draft(config, placed(config, num_gpus=num_gpus)) is None
+    assert rank_options(config, placed(config, num_gpus=num_gpus), 0)["num_gpus"] == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "expected"), [("auto", 0, 0), ("auto", 1, 1), ("cuda", 0, 1), ("cpu", 9, 0)]
+)
+def test_a_draft_worker_of_a_pool_has_a_gpu_of_its_own(device, num_gpus, expected):
+    config = replace(AUTO, draft=ModelConfig("draft", device=device), draft_label_selector={"pool": "small"})
+    options = pool_options(config, num_gpus=num_gpus)
+    assert (options["num_gpus"], options["num_cpus"], options["label_selector"]) == (expected, 0.2, {"pool": "small"})
+    variables = options["runtime_env"]["env_vars"]
+    assert (variables["OMP_WAIT_POLICY"], variables.get("CUDA_VISIBLE_DEVICES")) == (
+        "PASSIVE",
+        None if expected else "",
+    )
+
+
+def test_a_leased_draft_runs_ahead_of_a_target_that_has_all_cores():
+    config = replace(AUTO, draft_pool=True)
+    settled = settle(config, placement_bundles(config, num_gpus=0), num_cores=2)
+    assert (settled.run_ahead, settled.target.num_threads) == ("on", 2)
+    assert settle(config, placement_bundles(config, num_gpus=2), num_cores=2).run_ahead == "on"
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,24 @@ import pytest
 from pydantic import BaseModel
 
 from cluster.config import GroupConfig
-from deployments.config import AppConfig, ArgumentError, Autoscaling, Limits, api_keys, group_config, ingress_config
+from deployments.config import (
+    AppConfig,
+    ArgumentError,
+    Autoscaling,
+    DraftPool,
+    Limits,
+    api_keys,
+    group_config,
+    ingress_config,
+    pool_config,
+)
 from engine.config import PAIR_SETTINGS, PairConfig, make_pair
 from tests.engine.heads.files import head_settings, save_head
 
 SELF_DRAFT = {"drafting": "self", "self_draft_layers": 3}
 
 
-@pytest.mark.parametrize("model", [AppConfig, Limits, Autoscaling])
+@pytest.mark.parametrize("model", [AppConfig, Limits, Autoscaling, DraftPool])
 def test_every_field_has_a_description_and_a_default(model: type[BaseModel]) -> None:
     assert not [name for name, field in model.model_fields.items() if not field.description or field.is_required()]
 
@@ -52,6 +62,22 @@ def test_typed_nested_values_are_taken_as_they_are() -> None:
         ({"pair.block_size": 8}, "unknown argument pair.block_size; did you mean block_size?"),
         ({"limits": {"max_m": 1}}, "unknown argument limits.max_m"),
         ({"limits": "{"}, "limits is '{'"),
+        ({"draft_pool": '{"replicas": 3, "max_replicas": 2}'}, "draft_pool: max_replicas 2 < replicas 3"),
+        ({"draft_pool": {"replicas": 0}}, "draft_pool.replicas is 0"),
+        ({"draft_pool": {"min_replicas": 1}}, "unknown argument draft_pool.min_replicas"),
+        (
+            {"draft_pool": {}, "draft_model": "none"},
+            "draft_pool is set, but draft_model is none, drafting is auto, spec",
+        ),
+        (
+            {"draft_pool": {}, "speculation": "off"},
+            "speculation is off, num_speculative_tokens is 4: no draft worker is",
+        ),
+        (
+            {"draft_pool": {}, "drafting": "none"},
+            "drafting is none, speculation is adaptive, num_speculative_tokens is",
+        ),
+        ({"draft_pool": {}, "num_speculative_tokens": "0"}, "num_speculative_tokens is 0: no draft worker is needed"),
     ],
 )
 def test_a_wrong_argument_is_named_in_one_line(arguments: dict[str, object], message: str) -> None:
@@ -169,5 +195,38 @@ def test_a_head_goes_with_the_target_of_a_group_and_names_what_is_served(tmp_pat
     assert (group.target.path, group.target.head, group.has_draft_worker) == ("org/big", head, False)
     assert (ingress.target.path, ingress.target.head, ingress.model_name) == ("org/big", None, "big")
     assert group_config(AppConfig.model_validate({"draft_model": head, "drafting": "head_worker"})).has_draft_worker
+    with pytest.raises(ArgumentError, match=r"drafting is head_worker, .*: its head reads what one target computes"):
+        AppConfig.model_validate({"draft_model": head, "drafting": "head_worker", "draft_pool": {}})
     with pytest.raises(ArgumentError, match="run_ahead is on, but drafting is 'head'"):
         AppConfig.model_validate({"draft_model": head, "run_ahead": "on"})
+
+
+@pytest.mark.parametrize("value", ['{"replicas": 2}', {"replicas": 2}])
+def test_a_pool_of_drafts_reaches_the_group_as_a_lease_instead_of_a_worker(value: object) -> None:
+    config = AppConfig.model_validate({"draft_pool": value})
+    assert config.draft_pool == DraftPool(replicas=2)
+    group = group_config(config)
+    assert (group.draft_pool, group.has_draft_worker, group.places_draft) == (True, True, False)
+    for none in ("none", None):
+        assert AppConfig.model_validate({"draft_pool": none}) == AppConfig()
+    assert not group_config(AppConfig()).draft_pool
+
+
+def test_a_draft_worker_of_a_pool_reads_what_the_draft_is_made_from_and_no_more() -> None:
+    settings = {
+        "target_model": "org/big@one",
+        "draft_model": "/small",
+        "draft_pool": {},
+        "run_ahead": "on",
+        "label_selector": {"target": {"pool": "big"}, "draft": {"pool": "small"}},
+        "start_timeout_s": 4.0,
+        "log_format": "json",
+    }
+    group = group_config(AppConfig.model_validate(settings))
+    pool = pool_config(group)
+    assert (pool.target.path, pool.target.revision) == ("org/big", "one")
+    assert (pool.draft, pool.engine, pool.run_ahead, pool.draft_pool) == (group.draft, group.engine, "on", True)
+    assert (pool.draft_label_selector, pool.start_timeout_s, pool.log_format) == ({"pool": "small"}, 4.0, "json")
+    unread = {"target_quantization": "int8", "tensor_parallel_size": 4, "round_timeout_s": 9.0, "hang_timeout_s": 9.0}
+    labels = {"label_selector": {"draft": {"pool": "small"}}}
+    assert pool_config(group_config(AppConfig.model_validate(settings | unread | labels))) == pool

@@ -103,11 +103,16 @@ class DraftCache:
         if max(text.slice(len(prefix.token_ids), text.length)) >= info.vocab_size:
             return False
         while not self.reserve(prefix, length):
-            victim = next((name for name in self.prefixes if name not in current), None)
-            if victim is None:
+            if not self.evict(current):
                 return False
-            self.release(victim)
         return True
+
+    def evict(self, current: Container[str]) -> bool:
+        """Free the blocks of the least recently used request that is not current; return False if there is none."""
+        victim = next((name for name in self.prefixes if name not in current), None)
+        if victim is not None:
+            self.release(victim)
+        return victim is not None
 
     def reserve(self, prefix: CachedPrefix, length: int) -> bool:
         """Give a prefix blocks for `length` tokens, and a slot; return False if there are not enough free ones."""
@@ -136,29 +141,40 @@ class DraftCache:
         Returns:
             The remaining pass: the last tokens, with a row of logits for each request. The caller runs it next.
         """
-        prefixes = [self.prefixes[request.request_id] for request in requests]
-        texts = [Text(request.token_ids, tokens) for request, tokens in zip(requests, drafted, strict=False)]
-        while True:
-            room = self._chunk
-            chunks = []
-            for text, prefix in zip(texts, prefixes, strict=True):
-                start = len(prefix.token_ids)
-                count = min(text.length - start - 1, room)
-                # A source is computed all at once, so it waits for a pass that has room for it.
-                if count > MAX_TAIL and start + count >= prefix.source_length:
-                    chunks.append((prefix, _row(text, prefix, start + count)))
-                    room -= count
-            if not chunks:
-                break
-            self.backend.run(build([row for _, row in chunks], self.kv))
-            for prefix, row in chunks:
-                prefix.token_ids += row.token_ids
-                prefix.num_in_state = len(prefix.token_ids)
+        prefixes, texts = self._texts(requests, drafted)
+        while self._compute_chunk(prefixes, texts):
             yield
         tips = [_row(text, prefix, text.length, num_logits=1) for text, prefix in zip(texts, prefixes, strict=True)]
         for prefix, tip in zip(prefixes, tips, strict=True):
             prefix.token_ids += tip.token_ids
         return build(tips, self.kv, carries=True)
+
+    def compute_chunk(self, requests: Sequence[Request]) -> bool:
+        """Compute one pass of what `catch_up` would compute; return False if there was nothing but its last pass."""
+        return self._compute_chunk(*self._texts(requests, itertools.repeat(())))
+
+    def _texts(
+        self, requests: Sequence[Request], drafted: Iterable[Sequence[int]]
+    ) -> tuple[list[CachedPrefix], list[Text]]:
+        texts = [Text(request.token_ids, tokens) for request, tokens in zip(requests, drafted, strict=False)]
+        return [self.prefixes[request.request_id] for request in requests], texts
+
+    def _compute_chunk(self, prefixes: Sequence[CachedPrefix], texts: Sequence[Text]) -> bool:
+        room = self._chunk
+        chunks = []
+        for text, prefix in zip(texts, prefixes, strict=True):
+            start = len(prefix.token_ids)
+            count = min(text.length - start - 1, room)
+            # A source is computed all at once, so it waits for a pass that has room for it.
+            if count > MAX_TAIL and start + count >= prefix.source_length:
+                chunks.append((prefix, _row(text, prefix, start + count)))
+                room -= count
+        if chunks:
+            self.backend.run(build([row for _, row in chunks], self.kv))
+        for prefix, row in chunks:
+            prefix.token_ids += row.token_ids
+            prefix.num_in_state = len(prefix.token_ids)
+        return bool(chunks)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.kv.block_size)

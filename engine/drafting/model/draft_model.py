@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.drafting.model.draft_cache import DraftCache
     from engine.drafting.model.feature_store import FeatureStore
     from engine.execution.backend import Backend
     from engine.sampling.grammar import Grammars
@@ -19,6 +20,7 @@ class DraftModel:
         grammars: None if no request may have a grammar.
         run_ahead: the worker calls `advance` between two proposals, so that drafting continues meanwhile.
         features: the target's features as they arrive, for a head; None for a model of its own.
+        cache: of all drafters of this model; None if each makes its own.
     """
 
     backend: "Backend"
@@ -26,6 +28,7 @@ class DraftModel:
     grammars: "Grammars | None" = None
     run_ahead: bool = False
     features: "FeatureStore | None" = None
+    cache: "DraftCache | None" = None
 
     @property
     def vocab_size(self) -> int:

@@ -18,7 +18,9 @@ from engine.protocols import ProposeRow
 
 
 def make_cache(draft: DraftModel, config: EngineConfig) -> DraftCache:
-    """Return a new cache of a draft model, or of a head."""
+    """Return the cache that a draft model shares with other drafters, or a new one of the model or head."""
+    if draft.cache is not None:
+        return draft.cache
     if draft.features is None:
         return DraftCache(draft.backend, config)
     return FeatureCache(draft.backend, config, draft.features)

@@ -14,6 +14,7 @@ import torch
 from engine.config import TREE_WIDTH, EngineConfig
 from engine.drafting.model.draft_cache import CachedPrefix, DraftCache
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_cache import make_cache
 from engine.drafting.model.token_drawer import TokenDrawer
 from engine.execution.attention import Group, PagedContext
 from engine.execution.batch import ForwardBatch, block_tensor
@@ -127,7 +128,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
 
     def parts(self, draft: DraftModel, config: EngineConfig) -> tuple[DraftCache, TokenDrawer]:
         """Return the cache of the trees' entries and the drawer of their tokens."""
-        cache = DraftCache(draft.backend, config)
+        cache = make_cache(draft, config)
         return cache, TokenDrawer(draft, cache.kv, config, ranks=True)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:

@@ -74,7 +74,7 @@ class RunAheadDrafter(PassesAhead):
     def release(self, request_id: str) -> None:
         """Free a request's blocks; if it has growing branches, all branches are dropped."""
         try:
-            self._settle()
+            self.settle()
         finally:
             if request_id in self._contexts:
                 self.stop()

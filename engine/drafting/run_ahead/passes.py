@@ -62,6 +62,11 @@ class Pace:
         return self._clock() - self._answered + self._pass_s / 2 < self._gap_s
 
     @property
+    def due(self) -> float:
+        """When the next request is likely to come."""
+        return self._answered + (self._gap_s or 0.0)
+
+    @property
     def _is_probing(self) -> bool:
         return self._num_unmeasured >= _PROBE_ROUNDS
 
@@ -110,7 +115,7 @@ class PassesAhead(ABC):
         arrived = self._clock()
         self._launched = None
         with torch.inference_mode():
-            self._settle()
+            self.settle()
             # Rows are used until the next proposal, and by then the requests' owner may have appended tokens.
             drafts = self._propose([replace(row, request=row.request.copy()) for row in rows], arrived)
         self._pace.observe_answer()
@@ -120,6 +125,11 @@ class PassesAhead(ABC):
     def has_time(self) -> bool:
         """Whether `advance` should be called: half a pass is likely to fit in, or an answer is unsettled."""
         return self._unsettled is not None or (self._work is not None and self._pace.has_time)
+
+    @property
+    def due(self) -> float:
+        """When the next request is likely to come, by the drafter's clock."""
+        return self._pace.due
 
     @property
     def is_computing(self) -> bool:
@@ -134,21 +144,34 @@ class PassesAhead(ABC):
         if self._backend.is_busy:
             return True
         with torch.inference_mode():
-            if self._launched is not None:
-                self._pace.observe_pass(self._clock() - self._launched)
-                self._launched = None
+            self.end_pass()
             if self._unsettled is not None:
-                self._settle()
+                self.settle()
             elif self._work is not None:
                 self._step(self._work)
         return self._work is not None
+
+    def end_pass(self) -> None:
+        """Note that the pass that was launched is over: call this before the device does anything else."""
+        if self._launched is not None:
+            self._pace.observe_pass(self._clock() - self._launched)
+            self._launched = None
+
+    @abstractmethod
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended; unknown ids are ignored."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Drop what is prepared."""
 
     @abstractmethod
     def _propose(self, rows: list[ProposeRow], arrived: float) -> list[Draft]:
         """Return a draft per row, and plan the next passes; the cache is settled."""
 
     @torch.inference_mode()
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Bring the cache up to date with the last answer; before that, no request may be evicted for another's."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is not None:
             unsettled()

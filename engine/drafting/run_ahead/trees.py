@@ -141,7 +141,7 @@ class RunAheadTreeDrafter(PassesAhead):
 
     def _plant_late(self, rows: Sequence[ProposeRow]) -> None:
         """Plant trees for rows without one, and compute their tips; the target waits for it."""
-        self._settle()
+        self.settle()
         self._plant_missing(rows)
         if levels := self._uncomputed():
             batch = run_in_process(self.cache.catch_up([level.request for level in levels]))
@@ -149,7 +149,7 @@ class RunAheadTreeDrafter(PassesAhead):
 
     def _grow_late(self) -> bool:
         """Compute another level of all trees while the target waits; return whether there was room for it."""
-        self._settle()
+        self.settle()
         levels = []
         for row, tree in self._drafted():
             max_computed = max(tree.num_computed + tree.num_nodes, COMPUTED_PER_NODE * tree.num_nodes)

@@ -1,0 +1,196 @@
+"""PoolWorker: holds the draft model once, and serves several Routers.
+
+Each lease has a server of its own, which one client may connect to. One thread computes and waits on all sockets.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cluster.config import GroupConfig, suited_to_models
+from cluster.leases import Lease
+from cluster.memory_plan import plan_devices
+from cluster.placement import DRAFT_CORES
+from cluster.transport import Server
+from engine.config import ModelInfo
+from engine.errors import TargetError
+from engine.models.registry import open_model
+
+if TYPE_CHECKING:
+    from cluster.workers.draft_pool import DraftPool
+    from engine.execution.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+"""A lease ends after a silence of so many seconds: its Router sends at least a ping each second."""
+_GROUPS_PER_WORKER = 4
+"""A pass has room for the rows of so many groups, and the cache for their contexts of full length, at most."""
+_USED_S = 10
+"""Utilisation is that of so many seconds."""
+_TICK_S = 1.0
+
+
+@dataclass(slots=True)
+class _Client:
+    """A lease as the worker keeps it: its server, its most rows, and when its Router was last heard."""
+
+    server: Server
+    num_rows: int
+    heard: float
+
+
+class PoolWorker:
+    """One worker of the draft pool, in a process that others start, scale and watch.
+
+    `load` and `serve` block, `serve` in a thread of its own; everything else may be called from other threads.
+    """
+
+    def __init__(self, config: GroupConfig, worker: str, *, host: str, node_id: str) -> None:
+        """Make a worker with this id, which will listen on `host`, an address of the node with Ray's id `node_id`."""
+        self._config, self._worker, self._host, self._node_id = config, worker, host, node_id
+        self._pool: DraftPool
+        self._backend: Backend
+        self._versions = itertools.count(1)
+        self._clients: dict[int, _Client] = {}
+        self._new: deque[int] = deque()
+        self._lock = threading.Lock()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._is_closing = threading.Event()
+        self._used: deque[list[float]] = deque(maxlen=_USED_S + 1)
+        """Per second in which there was work, the second and how long that took."""
+
+    def load(self) -> ModelInfo:
+        """Load the draft with a cache of all memory of its device; raise ModelError if it cannot be served."""
+        from cluster.workers.draft_pool import DraftPool
+        from cluster.workers.loading import load_draft
+        from engine.execution.registry import survey
+
+        assert self._config.draft is not None, "a pool has a draft model"
+        draft = replace(self._config.draft, num_threads=self._config.draft.num_threads or DRAFT_CORES)
+        source, target = open_model(draft), open_model(self._config.target)
+        config = suited_to_models(self._config, target, source)
+        num_seqs = config.engine.max_num_seqs
+        engine = replace(
+            config.engine,
+            max_num_seqs=_GROUPS_PER_WORKER * num_seqs,
+            num_states=config.engine.num_states or 2 * num_seqs + 4,
+        )
+        surveyed = survey(source, engine)
+        engine = replace(engine, **plan_devices({"draft": [(self._node_id, surveyed)]}, engine)["draft"]._asdict())
+        has_time = surveyed.device != "cpu" or (os.cpu_count() or 1) > 2
+        run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and has_time)
+        run_ahead = run_ahead and engine.verification in config.method.runs_ahead
+        loaded = load_draft(source, target, engine, run_ahead=run_ahead, features=None)
+        self._pool, self._backend, self._engine = DraftPool(loaded, engine), loaded.backend, engine
+        self._backend.warm_up()
+        return self._backend.info
+
+    def lease(self, identity: str, num_rows: int) -> Lease:
+        """Lease this worker to the client with this identity; raise TargetError if there is no room for `num_rows`.
+
+        There is room if each lease can have a context of full length, and each row a block.
+        """
+        info, engine = self._backend.info, self._engine
+        assert engine.num_blocks is not None
+        blocks_per_context = -(-(info.max_model_len + engine.num_speculative_tokens) // engine.block_size)
+        server = Server(self._host, self._node_id, identity)
+        with self._lock:
+            needed = sum(blocks_per_context + one.num_rows for one in self._clients.values())
+            needed += blocks_per_context + num_rows
+            if needed > engine.num_blocks or self._is_closing.is_set():
+                server.stop()
+                counts = f"{engine.num_blocks} KV blocks, and its {len(self._clients)} leases"
+                problem = "ends" if self._is_closing.is_set() else f"has {counts} with this of {num_rows} need {needed}"
+                raise TargetError(f"draft worker {self._worker} {problem}")
+            version = next(self._versions)
+            self._clients[version] = _Client(server, num_rows, time.monotonic())
+        self._new.append(version)
+        self._wake()
+        return Lease(self._worker, version, server.endpoint, info)
+
+    @property
+    def num_leases(self) -> int:
+        """How many Routers use this worker."""
+        return len(self._clients)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the last seconds in which this worker drafted, from 0 to 1."""
+        now = int(time.monotonic())
+        return sum(seconds for second, seconds in list(self._used) if now - _USED_S <= second < now) / _USED_S
+
+    def serve(self) -> None:
+        """Answer proposals until `close`; an error that ends it is raised, and ends all leases."""
+        self._backend.enter_thread()
+        is_working = may_idle = False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_receiver, selectors.EVENT_READ, None)
+            try:
+                while not self._is_closing.is_set():
+                    events = selector.select(0 if is_working else _TICK_S)
+                    started = time.monotonic()
+                    self._take_leases(selector)
+                    for key, _ in events:
+                        self._read(key.data)
+                    if events or is_working:
+                        is_working = self._pool.step()
+                        may_idle = True
+                        self._note_use(started)
+                    elif may_idle:
+                        may_idle = self._backend.idle()
+                    self._end_silent_leases(selector, started)
+            finally:
+                self.close()
+                for client in self._clients.values():
+                    client.server.stop()
+
+    def close(self) -> None:
+        """End all leases, and make `serve` return."""
+        self._is_closing.set()
+        self._wake()
+
+    def _take_leases(self, selector: selectors.BaseSelector) -> None:
+        while self._new:
+            version = self._new.popleft()
+            client = self._clients[version]
+            self._pool.join(version, 4 * client.num_rows)
+            selector.register(client.server.selectable, selectors.EVENT_READ, version)
+
+    def _read(self, version: int | None) -> None:
+        if version is None:
+            self._wake_receiver.recv(4096)
+            return
+        client = self._clients[version]
+        for request in client.server.receive():
+            client.heard = time.monotonic()
+            self._pool.submit(version, request, client.server.send)
+
+    def _end_silent_leases(self, selector: selectors.BaseSelector, now: float) -> None:
+        for version, client in list(self._clients.items()):
+            if now - client.heard > LEASE_S and version not in self._new:
+                logger.info("Lease %d ended: its Router was silent for %g s", version, LEASE_S)
+                selector.unregister(client.server.selectable)
+                client.server.stop()
+                self._pool.leave(version)
+                with self._lock:
+                    del self._clients[version]
+
+    def _note_use(self, started: float) -> None:
+        now = time.monotonic()
+        if not self._used or self._used[-1][0] != int(now):
+            self._used.append([int(now), 0.0])
+        self._used[-1][1] += now - started
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it holds enough unread wake-ups
+            self._wake_sender.send(b"!")

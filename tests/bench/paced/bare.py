@@ -3,25 +3,22 @@
 The engine runs in this process; the two workers run in processes of their own, behind the sockets of the product.
 """
 
-import asyncio
 import multiprocessing
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
-from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector, Server
+from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig
-from engine.drafting.registry import choose_method
-from engine.engine import Engine
-from engine.models.registry import open_model
-from engine.config import ModelConfig
-from tests.bench.paced.group import Arm, Models, responders
-from tests.bench.paced.roofline import Pair
+from engine.execution.backend import Backend
+from tests.bench.paced.group import Arm, Models, answer_drafts, answer_verifications, make_engine
+from tests.bench.paced.roofline import PacedDevice, Pair
 from tests.bench.paced_device import PacedBackend
 
 _NODE = "this node"
@@ -33,11 +30,15 @@ def _work(pipe: Connection, role: int, paths: tuple[str, str], pair_name: str, c
     """Be a worker until the Router's process ends: role 0 is the target, 1 the draft."""
     torch.set_num_threads(1)
     pair, models = Pair.of(pair_name), Models.load(*paths)
-    verifier = models.verifier(config, lambda backend: PacedBackend(backend, pair.target))
-    drafter = models.drafter(config, lambda backend: PacedBackend(backend, pair.draft), time.perf_counter, run_ahead=run_ahead)
-    responder = responders(verifier, drafter, config)[role]
+    responder: TargetResponder | DraftResponder
+    if role == 0:
+        verifier = models.verifier(config, lambda backend: _paced(backend, pair.target))
+        responder = answer_verifications(verifier, config)
+    else:
+        pace = lambda backend: _paced(backend, pair.draft)
+        responder = answer_drafts(models.drafter(config, pace, time.perf_counter, run_ahead=run_ahead), config)
     server = Server("127.0.0.1", _NODE, identity)
-    pipe.send((server.endpoint, verifier.num_blocks, models.target.info))
+    pipe.send((server.endpoint, models.target.info))
     server.serve(responder.answer, responder.work)
 
 
@@ -56,23 +57,10 @@ class BareGroup:
             self._processes.append(process)
             ends.append(here)
         answers = [end.recv() for end in ends]
-        _, num_blocks, info = answers[0]
-        links = [connector.connect(endpoint, version=1) for endpoint, _, _ in answers]
-        self.remote_drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0, overlaps=arm.overlaps)
-        self.remote_verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
-        self.remote_verifier.connect(links[:1])
-        self.remote_drafter.connect(links[1])
-        method = choose_method(config, has_draft_model=True)
-        drafter = self.remote_drafter if method.runs_in == "draft" else method.make(config, None)
-        self.engine = Engine(
-            config,
-            info,
-            drafter=method.drafter_of_engine(config, drafter),
-            verifier=self.remote_verifier,
-            num_blocks=num_blocks,
-            remote=self.remote_drafter,
-        )
-        arm.force(self.engine, self.remote_drafter)
+        links = [connector.connect(endpoint, version=1) for endpoint, _ in answers]
+        self.engine, drafter, verifier = make_engine(arm, config, answers[0][1], time.perf_counter)
+        verifier.connect(links[:1])
+        drafter.connect(links[1])
 
     def close(self) -> None:
         for process in self._processes:
@@ -89,3 +77,8 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _paced(backend: Backend, device: PacedDevice) -> Backend:
+    paced: Any = PacedBackend(backend, device)
+    return paced

@@ -3,16 +3,17 @@
 `bare` puts the roles into processes, in the time of the wall; `virtual` puts them into one process, in virtual time.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Self
 
-from cluster.remote import RemoteDrafter
+from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
-from engine.config import EngineConfig, ModelConfig, Speculation
+from engine.config import EngineConfig, ModelConfig, ModelInfo, Speculation
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import choose_method
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.engine import Engine
 from engine.execution.backend import Backend
@@ -64,8 +65,12 @@ class Arm:
             raise ValueError(f"there is no arm {name!r}")
         return cls(name, int(length), "fixed", OVERLAPS[overlap])
 
+    @property
+    def runs_ahead(self) -> bool:
+        return "ahead" in self.overlaps
+
     def force(self, engine: Engine, remote: RemoteDrafter) -> None:
-        """Let the engine overlap as the arm says; the planner chooses only where the arm leaves it a choice."""
+        """Let the engine overlap verifications as the arm says; the planner chooses only where there is a choice."""
         if len(self.overlaps) == 1:
             (remote.overlap,) = self.overlaps
             num_cohorts = 2 if remote.overlap == "alternate" else 1
@@ -102,10 +107,13 @@ class Models:
     def verifier(self, config: EngineConfig, pace: Callable[[Backend], Backend]) -> ModelVerifier:
         return ModelVerifier(pace(self.target), config, self._grammars())
 
+    def draft_model(self, backend: Backend, *, run_ahead: bool) -> DraftModel:
+        return DraftModel(backend, self.target.info.vocab_size, self._grammars(), run_ahead)
+
     def drafter(
         self, config: EngineConfig, pace: Callable[[Backend], Backend], clock: Callable[[], float], *, run_ahead: bool
     ) -> ModelDrafter | RunAheadDrafter:
-        draft = DraftModel(pace(self.draft), self.target.info.vocab_size, self._grammars(), run_ahead)
+        draft = self.draft_model(pace(self.draft), run_ahead=run_ahead)
         return RunAheadDrafter(draft, config, clock=clock) if run_ahead else ModelDrafter(draft, config)
 
     def _grammars(self) -> Grammars:
@@ -113,15 +121,35 @@ class Models:
         return Grammars(self.target_source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
 
 
-def responders(
-    verifier: ModelVerifier, drafter: ModelDrafter | RunAheadDrafter, config: EngineConfig
-) -> tuple[TargetResponder, DraftResponder]:
-    """Return what answers the Router's messages, as the workers make it."""
-    capacity = 4 * config.max_num_seqs
-    return (
-        TargetResponder(verifier, rank=0, capacity=capacity, version=1),
-        DraftResponder(drafter, capacity=capacity, version=1),
+def answer_verifications(verifier: ModelVerifier, config: EngineConfig) -> TargetResponder:
+    """Return what answers the Router's messages, as a target worker makes it."""
+    return TargetResponder(verifier, rank=0, capacity=4 * config.max_num_seqs, version=1)
+
+
+def answer_drafts(drafter: ModelDrafter | RunAheadDrafter, config: EngineConfig) -> DraftResponder:
+    """Return what answers the Router's messages, as a draft worker makes it."""
+    return DraftResponder(drafter, capacity=4 * config.max_num_seqs, version=1)
+
+
+def make_engine(
+    arm: Arm, config: EngineConfig, info: ModelInfo, clock: Callable[[], float]
+) -> tuple[Engine, RemoteDrafter, RemoteVerifier]:
+    """Return an engine as a Router makes it, and its two roles, which are not connected yet."""
+    drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0, overlaps=arm.overlaps)
+    verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
+    method = choose_method(config, has_draft_model=True)
+    assert config.num_blocks is not None
+    engine = Engine(
+        config,
+        info,
+        drafter=method.drafter_of_engine(config, drafter if method.runs_in == "draft" else method.make(config, None)),
+        verifier=verifier,
+        num_blocks=config.num_blocks + 1,
+        clock=clock,
+        remote=drafter,
     )
+    arm.force(engine, drafter)
+    return engine, drafter, verifier
 
 
 @dataclass(slots=True)
@@ -135,18 +163,24 @@ class Stretch:
     """
 
     num_tokens: int = 0
-    seconds: float = 0.0
     rounds_s: list[float] = field(default_factory=list)
     rounds_by_length: dict[tuple[int, str], int] = field(default_factory=dict)
     texts: dict[str, list[int]] = field(default_factory=dict)
 
     @property
-    def num_rounds(self) -> int:
-        return len(self.rounds_s)
+    def seconds(self) -> float:
+        return sum(self.rounds_s)
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.seconds
+
+
+class Finish:
+    """Lets several groups decode until all of them have been timed, so that nobody is timed beside idle ones."""
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self.num_left = num_groups
 
 
 async def decode(
@@ -158,35 +192,39 @@ async def decode(
     num_tokens: int,
     clock: Callable[[], float],
     seed: int = 0,
-    run_round: Callable[[], Awaitable[None]] | None = None,
+    finish: Finish | None = None,
 ) -> Stretch:
     """Time the decoding of some prompts together, by `num_tokens` tokens each on average; then end them.
 
     Args:
         num_warm: tokens that each request has before the stretch begins.
     """
-    run_round = run_round or engine.run_round
+    finish = finish or Finish()
     texts: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     longest = engine.max_model_len - max(map(len, prompts))
     for index, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
         params = SamplingParams(temperature=temperature, seed=seed + index, max_tokens=longest, ignore_eos=True)
         engine.add(str(index), prompt, params)
-    stretch, total, first, ends = Stretch(texts=texts), 0, 0, list[float]()
-    while not ends or total - first < num_tokens * len(prompts):
-        await run_round()
+    stretch, total, first, ends, is_timed = Stretch(texts=texts), 0, 0, list[float](), False
+    while finish.num_left:
+        await engine.run_round()
         if not (outputs := engine.take_outputs()):
             continue
         for output in outputs:
             texts[output.request_id] += output.token_ids
             total += len(output.token_ids)
+        if is_timed:
+            continue
         if ends:
             ends.append(clock())
         elif min(map(len, texts.values())) >= num_warm:
             first, before = total, engine.stats.num_rounds_by_length.copy()
             ends.append(clock())
-    stretch.seconds, stretch.num_tokens = ends[-1] - ends[0], total - first
+        if ends and total - first >= num_tokens * len(prompts):
+            stretch.num_tokens, is_timed = total - first, True
+            stretch.rounds_by_length = dict(engine.stats.num_rounds_by_length - before)
+            finish.num_left -= 1
     stretch.rounds_s = [later - earlier for earlier, later in pairwise(ends)]
-    stretch.rounds_by_length = dict(engine.stats.num_rounds_by_length - before)
     for request_id in texts:
         engine.abort(request_id)
     return stretch

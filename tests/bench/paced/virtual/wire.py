@@ -19,6 +19,7 @@ from cluster.protocol.messages import (
     encode,
 )
 from cluster.transport import DeadlineError, PeerGoneError
+from cluster.workers.draft_pool import DraftPool
 from tests.bench.paced.virtual.clock import Process
 
 Answer = Callable[[AnyRequest], AnyReply | None]
@@ -36,9 +37,9 @@ class Costs:
 
     wire_s: float = 0.25e-3
     router_s: float = 0.1e-3
-    router_row_s: float = 5e-6
+    router_row_s: float = 10e-6
     worker_s: float = 0.25e-3
-    worker_row_s: float = 10e-6
+    worker_row_s: float = 25e-6
 
 
 FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -47,9 +48,7 @@ FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
 class VirtualWorker:
     """A worker: answers requests one at a time, and works ahead while none has arrived; see `Server.serve`."""
 
-    def __init__(self, answer: Answer, work: Callable[[], bool], process: Process, costs: Costs) -> None:
-        self._answer = answer
-        self._work = work
+    def __init__(self, process: Process, costs: Costs) -> None:
         self._process = process
         self._costs = costs
         self._requests: deque[tuple[bytes, Callable[[bytes], None]]] = deque()
@@ -59,31 +58,56 @@ class VirtualWorker:
         self._requests.append((payload, reply))
         self._has_requests.set()
 
-    async def serve(self) -> None:
+    async def serve(self, answer: Answer, work: Callable[[], bool]) -> None:
         is_working = False
         while True:
             if self._requests:
-                payload, reply = self._requests.popleft()
-                request = decode_request(payload)
-                num_rows = len(request.rows) if isinstance(request, Propose | Verify) else 0
-                host_s = self._costs.worker_s + num_rows * self._costs.worker_row_s
-                answer = await self._process.compute(self._answer, request, after_s=host_s)
-                if answer is not None:
-                    asyncio.get_running_loop().call_later(self._costs.wire_s, reply, encode(answer))
+                request, host_s, send = self._take()
+
+                def answered(request: AnyRequest = request, send: Callable[[AnyReply], None] = send) -> None:
+                    if (reply := answer(request)) is not None:
+                        send(reply)
+
+                await self._process.compute(answered, after_s=host_s)
                 is_working = True
             elif is_working:
-                is_working = await self._process.compute(self._work)
+                is_working = await self._process.compute(work)
             else:
-                self._has_requests.clear()
-                await self._has_requests.wait()
+                await self._wait()
+
+    async def serve_pool(self, pool: DraftPool) -> None:
+        """Draft for several groups, whose links have the versions under which they joined; see `PoolWorker.serve`."""
+        is_working = False
+        while True:
+            while self._requests:
+                request, host_s, send = self._take()
+                await self._process.compute(pool.submit, request.version, request, send, after_s=host_s)
+                is_working = True
+            if is_working:
+                is_working = await self._process.compute(pool.step)
+            else:
+                await self._wait()
+
+    def _take(self) -> tuple[AnyRequest, float, Callable[[AnyReply], None]]:
+        """Return the next request, the seconds that the host takes for it, and what sends its reply."""
+        payload, deliver = self._requests.popleft()
+        request, loop = decode_request(payload), asyncio.get_running_loop()
+
+        def send(reply: AnyReply) -> None:
+            loop.call_at(self._process.clock() + self._costs.wire_s, deliver, encode(reply))
+
+        return request, self._costs.worker_s + _num_rows(request) * self._costs.worker_row_s, send
+
+    async def _wait(self) -> None:
+        self._has_requests.clear()
+        await self._has_requests.wait()
 
 
 class VirtualLink:
     """A link of a Router to a worker; late replies are dropped, and nothing is ever lost."""
 
-    version = 1
-
-    def __init__(self, router: Process, worker: VirtualWorker, costs: Costs) -> None:
+    def __init__(self, router: Process, worker: VirtualWorker, costs: Costs, version: int = 1) -> None:
+        self.version = version
         self._router = router
         self._worker = worker
         self._costs = costs
@@ -114,8 +138,7 @@ class VirtualLink:
         """Send a request; return the seconds that the Router takes for such a message."""
         if self._is_closed:
             raise PeerGoneError("the link was closed")
-        num_rows = len(request.rows) if isinstance(request, Propose | Verify) else 0
-        host_s = self._costs.router_s + num_rows * self._costs.router_row_s
+        host_s = self._costs.router_s + _num_rows(request) * self._costs.router_row_s
         payload = encode(request)
         await self._router.spend(host_s)
         asyncio.get_running_loop().call_later(self._costs.wire_s, self._worker.deliver, payload, reply)
@@ -128,3 +151,7 @@ class VirtualLink:
                 reply.set_result(decode_reply(payload))
 
         self._reading = asyncio.create_task(read())
+
+
+def _num_rows(message: RoundMessage) -> int:
+    return len(message.rows) if isinstance(message, Propose | Verify) else 0

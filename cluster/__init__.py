@@ -2,6 +2,7 @@
 
 In reading order: `config` (the settings of a group), `protocol/` (messages), `transport/` (sends them), `remote` (the
 engine's Drafter and Verifier over links), `round_times` (how long a round may take), `workers/` (the Ray actors),
-`placement` (the resources requested from Ray), `capacity` (how many groups fit), `worker_set` (starting and stopping
-workers), `memory_plan` (their KV blocks), `ray_core` (Ray's private parts) and `group`, which puts them together.
+`placement` (the resources requested from Ray), `capacity` (how many groups fit), `speed_up` (whether a draft can pay
+there), `worker_set` (starting and stopping workers), `memory_plan` (their KV blocks), `ray_core` (Ray's private parts)
+and `group`, which puts them together.
 """

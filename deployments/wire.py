@@ -91,6 +91,10 @@ class Generation:
         refused_by: Routers that refused the request; others are tried first.
         traceparent: the Ingress's span, if the request is traced.
         predicted_token_ids: the output that the client predicts for every choice.
+        priority: lower starts earlier.
+        owner: the client's API key, as `guard` names it; owners share a Router's tokens equally.
+        prefixes: `prefix_hashes` of the first prompt; a Router that holds a long one is chosen, if its queue allows it.
+        has_moved: it left a longer queue, to which its prefix must not lead it back.
     """
 
     request_id: str
@@ -107,6 +111,10 @@ class Generation:
     refused_by: frozenset[str] = frozenset()
     traceparent: str | None = None
     predicted_token_ids: list[int] = field(default_factory=list)
+    priority: int = 0
+    owner: str = ""
+    prefixes: tuple[int, ...] = ()
+    has_moved: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -205,6 +213,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag=2):
         movable: the receiver's requests without any computation, newest first; moving them loses no work.
         target_id: `target_id` of the target.
         compiling: how far the workers' compiling is; None if they are compiled, or run eagerly.
+        prefixes: `landmarks` of the prompts, of all Ingresses, since the last report.
     """
 
     router: str
@@ -216,6 +225,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag=2):
     movable: tuple[str, ...] = ()
     target_id: str = ""
     compiling: CompileProgress | None = None
+    prefixes: tuple[int, ...] = ()
 
 
 def retry_after_s(num_requests: int, per_s: float) -> int:

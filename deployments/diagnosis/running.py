@@ -8,17 +8,9 @@ from deployments.diagnosis.finding import Finding, judged
 from deployments.diagnosis.http_client import Client, Metrics, ServerError
 from deployments.diagnosis.trial import NUM_TOKENS, TEMPERATURE, Figures, speed_finding, take_turns
 from deployments.ingress.server_info import installed_version
+from deployments.observe.draft_health import WHY_PLAIN
 
 PATH = "/v1/completions"
-_REASONS = {
-    "off": ("speculation is off, or there is no draft", "serve with a draft_model and speculation=adaptive"),
-    "goodput": (
-        "adaptive speculation measured that drafts do not pay",
-        "try a smaller draft, or fewer requests at once",
-    ),
-    "trial": ("other lengths are being tried", "measure again later"),
-}
-"""Why most rounds have no draft, and what to do, by the reason that /metrics gives for their length."""
 _ROUNDS = ("paceline:rounds_by_draft_length_total", "num_draft_tokens", "reason")
 _MANY_FALLBACKS = 0.05
 _LOW_ACCEPTANCE = 0.3
@@ -51,7 +43,7 @@ def _draft_findings(rounds: Mapping[tuple[str, ...], float], metrics: Metrics) -
     plain = {reason: count for (length, reason), count in rounds.items() if length == "0"}
     total, found, advice = sum(rounds.values()), "", ""
     if 2 * sum(plain.values()) > total:
-        found, advice = _REASONS[max(plain, key=lambda reason: plain[reason])]
+        found, advice = WHY_PLAIN[max(plain, key=lambda reason: plain[reason])]
     used = 1 - sum(plain.values()) / total
     yield judged("drafts", f"in {used:.0%} of {total:.0f} rounds{f': {found}' if found else ''}", advice)
     fallbacks = metrics.by("paceline:drafter_fallbacks_total", "reason")

@@ -1,11 +1,15 @@
 """Admission: refuses requests that the Routers have no room for before anything is done for them, and paces the others.
 
+The owner of a request is its API key's digest. While the queues are full, an owner with fewer open requests than the
+mean of all owners may still send some, so that no key's requests refuse another's.
+
 The Routers have the last word: an Ingress knows how full they are from reports that are a tenth of a second old.
 """
 
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +30,7 @@ LONGEST_TURN_S = 0.01
 
 
 _end_preparation: ContextVar[Callable[[], None]] = ContextVar("end of preparation", default=lambda: None)
+_owner: ContextVar[str] = ContextVar("owner", default="")
 
 
 class Admission:
@@ -36,26 +41,35 @@ class Admission:
         self._clock = clock
         self._turn = asyncio.Lock()
         self._preparing: set[object] = set()
+        self._open: Counter[str] = Counter()
 
-    def check(self) -> None:
-        """Raise QueueFullError, with the seconds until a retry can succeed, if there is no room for another request."""
-        if len(self._preparing) >= self._routers.room():
+    def check(self, owner: str = "") -> None:
+        """Raise QueueFullError, with the seconds until a retry can succeed, if an owner has no room for a request.
+
+        An owner below the mean of the owners with open requests, itself included, has room as if the Routers held twice
+        as many; the Routers know its exact share.
+        """
+        is_below_mean = self._open[owner] * len(self._open | {owner: 1}) < self._open.total()
+        if len(self._preparing) >= self._routers.room(2 if is_below_mean else 1):
             error = QueueFullError("the queue is full")
             error.retry_after_s = self._routers.retry_after_s()
             raise error
 
     @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Count a request, which no Router knows yet, until the block ends or `submitted` is called."""
+    def preparing(self, owner: str = "") -> Iterator[None]:
+        """Count an owner's request until the block ends, and as unknown to Routers until `submitted` is called."""
         preparation = object()
+        self._open[owner] += 1
         self._preparing.add(preparation)
         end = partial(self._preparing.discard, preparation)
-        token = _end_preparation.set(end)
+        token, owner_token = _end_preparation.set(end), _owner.set(owner)
         try:
             yield
         finally:
             _end_preparation.reset(token)
+            _owner.reset(owner_token)
             end()
+            self._open -= Counter((owner,))  # which drops owners without requests
 
     async def turn(self) -> None:
         """Wait until a request may be begun: one after the other, when the event loop has little else to do.
@@ -70,6 +84,11 @@ class Admission:
                 before = now
                 await asyncio.sleep(0)
                 now = self._clock()
+
+
+def current_owner() -> str:
+    """Return the owner of the current request; empty without API keys."""
+    return _owner.get()
 
 
 def submitted() -> None:

@@ -7,6 +7,7 @@ deadlines, and the Guard notices clients that leave.
 """
 
 import asyncio
+import hashlib
 import hmac
 import re
 import secrets
@@ -91,7 +92,7 @@ class Guard:
         self._app = app
         self._admission = admission
         self._limits = limits
-        self._keys = [key.encode() for key in api_keys]
+        self._owners = {key.encode(): hashlib.sha256(key.encode()).hexdigest()[:16] for key in api_keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
@@ -102,12 +103,12 @@ class Guard:
         set_request(request_id_of(scope["headers"]), path)
         is_generating = path in GENERATING_ROUTES
         try:
-            self._check_headers(scope["headers"], path)
+            owner = self._check_headers(scope["headers"], path)
             if is_generating:
-                self._admission.check()
+                self._admission.check(owner)
             body = await self._read(receive)
             if is_generating:
-                self._admission.check()  # others may have come during a slow body
+                self._admission.check(owner)  # others may have come during a slow body
         except ClientDisconnect:
             return
         except HTTPException as error:
@@ -121,26 +122,30 @@ class Guard:
             if not is_generating:
                 await self._run_while_connected(scope, body, receive, send)
                 return
-            with self._admission.preparing():
+            with self._admission.preparing(owner):
                 await self._admission.turn()
                 await self._run_while_connected(scope, body, receive, send)
 
-    def _check_headers(self, headers: list[tuple[bytes, bytes]], path: str) -> None:
+    def _check_headers(self, headers: list[tuple[bytes, bytes]], path: str) -> str:
+        """Return whose request it is: the digest of its API key; empty if none is needed."""
         size = sum(len(name) + len(value) for name, value in headers)
         if size > (limit := MAX_HEADER_BYTES):
             raise HTTPException(431, f"the headers have {size:,} bytes, at most {limit:,} are allowed")
-        if self._keys and path not in OPEN_ROUTES and not self._has_key(headers):
+        if not self._owners or path in OPEN_ROUTES:
+            return ""
+        if (owner := self._owner(headers)) is None:
             raise HTTPException(401, "no valid API key; send 'Authorization: Bearer <key>' or 'x-api-key: <key>'")
+        return owner
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _owner(self, headers: Headers) -> str | None:
         bearers = [value for name, value in headers if name.lower() == b"authorization"]
         given = [value for name, value in headers if name.lower() == b"x-api-key"]
         if len(bearers) > 1 or len(given) > 1:  # few guesses a request
-            return False
+            return None
         given += [value[7:] for value in bearers if value[:7].lower() == b"bearer "]
         # Every key is compared, each in constant time, so that the time of the answer reveals nothing.
-        matches = [hmac.compare_digest(value, key) for value in given for key in self._keys]
-        return any(matches)
+        matches = [(owner, hmac.compare_digest(value, key)) for value in given for key, owner in self._owners.items()]
+        return next((owner for owner, is_match in matches if is_match), None)
 
     async def _read(self, receive: Receive) -> bytes:
         """Return the body, sent whole or in chunks."""

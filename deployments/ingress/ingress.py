@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from deployments.anthropic.messages_writer import InputTokens, MessageBody, MessagesError, MessagesWriter
 from deployments.config import IngressConfig
-from deployments.guard.admission import Admission, submitted
+from deployments.guard.admission import Admission, current_owner, submitted
 from deployments.ingress.answer import Answer
 from deployments.ingress.draining import end_at_shutdown
 from deployments.ingress.event_ids import LastEventId, event_ids
@@ -294,6 +294,8 @@ class Ingress:
             drawn_seed=seed,
             traceparent=traceparent(),
             predicted_token_ids=writer.reply.predicted_token_ids,
+            priority=request.priority or 0,
+            owner=current_owner(),
         )
         outputs = self._routers.generate(generation)
         submitted()

@@ -1,4 +1,5 @@
 """What do operators see?
 
-In reading order: `metrics` (the figures of `/metrics`), `tracing` (OpenTelemetry spans) and `logs`.
+In reading order: `metrics` (the figures of `/metrics`), `draft_health` (whether drafts are of use), `tracing`
+(OpenTelemetry spans) and `logs`.
 """

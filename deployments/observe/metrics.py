@@ -42,6 +42,7 @@ from prometheus_client.core import (
 )
 
 from cluster.remote import Calls, RemoteDrafter, RemoteVerifier
+from deployments.observe.draft_health import DraftHealth
 from deployments.observe.tracing import TracedStats, make_tracer
 from deployments.wire import Generation
 from engine.control.stats import REQUEST_BOUNDS_S, Distribution, token_bounds
@@ -75,7 +76,10 @@ class RouterMetrics:
         first_token_s: from a request's arrival to its first token.
     """
 
-    def __init__(self, engine: Engine, drafter: RemoteDrafter, verifier: RemoteVerifier) -> None:
+    def __init__(
+        self, engine: Engine, drafter: RemoteDrafter, verifier: RemoteVerifier, *, has_draft: bool = False
+    ) -> None:
+        """Count for an engine and its links to workers; a draft is watched if the group `has_draft` to load."""
         self._engine, self._drafter, self._verifier = engine, drafter, verifier
         if (tracer := make_tracer()) is not None:
             engine.request_stats = TracedStats(engine.max_model_len, tracer)
@@ -88,6 +92,7 @@ class RouterMetrics:
         self._finished = Counter[str]()
         self._rounds = {"prefill": 0, "decode": 0}
         self._round_s = {name: dict.fromkeys(self._rounds, 0.0) for name in _ROUND_TIMES}
+        self._draft_health = DraftHealth(engine.stats, drafter.fallbacks) if has_draft else None
         self._run_ahead_wait_s = {"hit": Distribution(()), "miss": Distribution(())}
 
     def observe_request(self, request: Generation) -> None:
@@ -121,6 +126,12 @@ class RouterMetrics:
         for outcome, count in (("hit", draft.num_hits), ("miss", draft.num_misses)):
             if count:
                 self._run_ahead_wait_s[outcome].observe(draft.wait_s)
+
+    def watch_draft(self) -> None:
+        """Look whether drafts were of use lately; call it every second or so, while requests run or not."""
+        if self._draft_health is not None:
+            seconds = (sum(self._round_s[name].values()) for name in ("round", "draft_wait"))
+            self._draft_health.observe(sum(self._rounds.values()), *seconds)
 
     def collect(self) -> list[Metric]:
         """Return all metrics; Ray can send them to the Ingress."""
@@ -197,6 +208,9 @@ class RouterMetrics:
         yield "vllm:engine_sleep_state", "Always awake.", states, "sleep_state"
         length = engine.planner.goodput.num_draft_tokens
         yield "paceline:num_speculative_tokens", "Draft length chosen last.", length
+        if self._draft_health is not None:
+            text = "1 for what is wrong with drafts of the last minute: low_acceptance, unused or costs_more."
+            yield "paceline:draft_problem", text, self._draft_health.problems, "problem"
 
     def _distributions(self) -> Iterator[tuple[str, str, Distribution]]:
         stats = self._engine.request_stats

@@ -95,6 +95,9 @@ class CommonRequest(RequestModel):
     """Speculation for this request."""
     cache_salt: Salt | None = None
     """Only requests with the same salt share cached prefixes."""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
+    """Lower starts earlier; the default is 0. A positive one lets everybody's requests pass, a negative one passes only
+    those of the same API key."""
 
     def refuse_trace(self) -> None:
         """Raise RequestError for a trace, where the response has no place for it."""

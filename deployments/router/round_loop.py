@@ -111,6 +111,8 @@ class RoundLoop:
                     cache_salt=request.cache_salt,
                     output_token_ids=sequence.output_token_ids,
                     predicted_token_ids=sequence.predicted_token_ids,
+                    priority=request.priority,
+                    owner=request.owner,
                 )
                 added.append(sequence.request_id)
         except Exception as error:

@@ -20,6 +20,7 @@ from deployments.observe.metrics import ReplicaMetrics, RouterMetrics
 from deployments.ray_internals import bind_replica
 from deployments.router.delivery import Delivery
 from deployments.router.round_loop import RoundLoop
+from deployments.routing.prefixes import landmarks
 from deployments.wire import (
     IS_RECOVERING,
     NUM_REQUESTS,
@@ -74,8 +75,10 @@ class Router:
             tokenizer=self._group.target_source.tokenizer,
             remote=self._group.remote_drafter if settings.has_draft_worker else None,
         )
-        self._metrics = RouterMetrics(self._engine, self._group.remote_drafter, self._group.remote_verifier)
+        links = self._group.remote_drafter, self._group.remote_verifier
+        self._metrics = RouterMetrics(self._engine, *links, has_draft=settings.method.runs_in != "router")
         self._deliveries: dict[InboxAddress, Delivery] = {}
+        self._prefixes: set[int] = set()
         self._exit.callback(self._disconnect)
         self._loop = RoundLoop(self._engine, self._group, self._metrics, round_timeout_s=2 * settings.round_timeout_s)
         self._exit.push_async_callback(self._loop.stop)
@@ -119,6 +122,8 @@ class Router:
         try:
             if request.target_id not in (None, served := self._description.target_id):
                 raise WrongTargetError(f"this Router serves {served}, the request is for another target")
+            if self._engine.config.enable_prefix_caching:
+                self._prefixes |= landmarks(request.prefixes)
             with delivery.stream(request) as stream:
                 await self._loop.generate(stream)
         except SENT_ERRORS as error:
@@ -174,6 +179,7 @@ class Router:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             self._report()
+            self._metrics.watch_draft()
 
     def _report(self) -> None:
         self._deliveries = {address: entry for address, entry in self._deliveries.items() if not entry.is_lost}
@@ -186,7 +192,9 @@ class Router:
             num_ingresses=sum(delivery.has_requested for delivery in deliveries),
             target_id=self._description.target_id,
             compiling=self._group.compiling,
+            prefixes=tuple(self._prefixes),
         )
+        self._prefixes.clear()
         unstarted_ids = frozenset(self._engine.scheduler.unstarted_ids)
         for delivery in deliveries:
             movable = delivery.movable(unstarted_ids)

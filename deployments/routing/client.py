@@ -17,6 +17,7 @@ from deployments.observe.metrics import IngressMetrics, ReplicaMetrics
 from deployments.ray_internals import base_url, replica_calls
 from deployments.routing.loads import LOADS, Heard
 from deployments.routing.moving import plan_moves
+from deployments.routing.prefixes import prefix_hashes
 from deployments.routing.resumable_stream import ResumableStream
 from deployments.wire import Description, Generation, Report, decode
 from engine.errors import TargetError
@@ -69,7 +70,8 @@ class ServeRouters:
 
     def generate(self, request: Generation) -> ResumableStream:
         """Send a request to a Router; if that is lost, another one resumes it."""
-        request = replace(request, target_id=self._target_id)
+        prefixes = prefix_hashes(request.prompts[0], request.cache_salt)
+        request = replace(request, target_id=self._target_id, prefixes=prefixes)
         return ResumableStream(request, self._submit, self._has_other, self._metrics)
 
     def end_all(self, error: Exception) -> None:
@@ -127,9 +129,12 @@ class ServeRouters:
         stream = self._streams.get(request_id)
         return stream is not None and stream.is_movable
 
-    def room(self) -> float:
-        """Return the number of requests that this Ingress may still send; unlimited until a capacity is known."""
-        return math.inf if self._capacity is None else LOADS.room(self._capacity)
+    def room(self, factor: int = 1) -> float:
+        """Return the number of requests that this Ingress may still send; unlimited until a capacity is known.
+
+        `factor` multiplies what a Router holds.
+        """
+        return math.inf if self._capacity is None else LOADS.room(factor * self._capacity)
 
     def retry_after_s(self) -> int:
         """Return the seconds after which refused clients should retry."""

@@ -14,11 +14,16 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deployments.routing.moving import Queue
+from deployments.routing.prefixes import PrefixHolders
 from deployments.wire import HEARTBEAT_S, Generation, Report, retry_after_s
 
 BELIEVED_S = 5 * HEARTBEAT_S
 """How old a report may be. After that, only the requests that this Ingress has sent are known of the Router."""
 UNKNOWN_DRAIN_RATE = 1.0
+TOKENS_PER_PLACE = 16
+"""Tokens of a prefix for which a request is sent to a queue that is one sequence longer than the shortest."""
+LEAST_PLACES, PLACES_PER_DEPTH = 6, 0.25
+"""By how many sequences that queue may be longer at most: 6, or a quarter of the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class RouterLoads:
         self._requests: dict[str, tuple[int, str | None]] = {}
         self._sent: Counter[str | None] = Counter()
         self._lock = threading.Lock()
+        self._prefixes = PrefixHolders()
 
     def set_routers(self, routers: Iterable[str]) -> None:
         """Set the available Routers; forget the others."""
@@ -60,6 +66,7 @@ class RouterLoads:
     def note(self, report: Report) -> None:
         """Take a Router's report."""
         self._reports[report.router] = self._clock(), report
+        self._prefixes.note(report.prefixes, report.router, self.routers)
 
     @property
     def heard(self) -> list[Heard]:
@@ -101,9 +108,23 @@ class RouterLoads:
         others = 0 if heard is None else heard.report.num_requests - heard.report.num_yours
         return max(0, others + self._sent[router])
 
-    def ranked(self, routers: Sequence[str]) -> list[str]:
-        """Return two of these Routers at random, the one with fewer requests first; or the only one."""
-        return sorted(random.sample(routers, min(2, len(routers))), key=self.depth)
+    def ranked(self, routers: Sequence[str], prefixes: Sequence[int] = ()) -> list[str]:
+        """Return two of these Routers, the better one first; or the only one.
+
+        The first is one that holds a long prefix of the prompt and whose queue is not much longer than the shortest;
+        without one, the two are chosen at random, and the one with fewer requests is first.
+        """
+        ranked = sorted(random.sample(routers, min(2, len(routers))), key=self.depth)
+        depths = {router: self.depth(router) for router in routers}
+        shortest = min(depths.values(), default=0)
+        most_places = max(LEAST_PLACES, shortest * PLACES_PER_DEPTH)
+        for num_tokens, holders in self._prefixes.known(prefixes):
+            longest = shortest + min(num_tokens // TOKENS_PER_PLACE, most_places)
+            near = [router for router in routers if router in holders and depths[router] <= longest]
+            if near:
+                best = min(near, key=depths.__getitem__)
+                return [best, *(router for router in ranked if router != best)][:2]
+        return ranked
 
     def queues(self, is_movable: Callable[[str], bool]) -> list[Queue]:
         """Return the queue of each Router that reports, also of stopped ones.
@@ -156,7 +177,7 @@ LOADS = RouterLoads()
 
 
 class QueueDepthRouter(RequestRouter):
-    """Serve's choice of a Router in an Ingress: the one with the shorter queue of two at random.
+    """Serve's choice of a Router in an Ingress: one that holds the prompt's prefix, or has the shorter queue.
 
     Serve compares numbers of calls, but one call may have many sequences.
     """
@@ -166,8 +187,10 @@ class QueueDepthRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return two replicas, the better one first; Serve uses the second if the first cannot be reached."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        refusing = {name for request in _requests(pending_request) for name in request.refused_by}
-        names = _loads().ranked([name for name in replicas if name not in refusing] or [*replicas])
+        requests = _requests(pending_request)
+        refusing = {name for request in requests for name in request.refused_by}
+        prefixes = next((request.prefixes for request in requests if not request.has_moved), ())
+        names = _loads().ranked([name for name in replicas if name not in refusing] or [*replicas], prefixes)
         if names:
             self._assign(pending_request, names[0])  # at once: others are chosen before Serve has sent this one
         return [[replicas[name]] for name in names]

@@ -209,6 +209,7 @@ class ResumableStream:
             output_token_ids={choice: list(token_ids) for choice, token_ids in self._received.items()},
             finished=frozenset(self._finished),
             refused_by=self._retries.refused_by,
+            has_moved=self._stays_s == REST_S,
         )
         self._call = self._submit_to_router(request, self)
 

@@ -5,6 +5,7 @@ profile   what the parts of a round cost, in process and served
 methods   every drafting method with every verification rule, by domain of text, and transformers' own methods;
           --large: on a target of 0.4 billion weights that writes the same text
 paced     passes take as long as on named GPUs: what a round takes besides its passes, and what drafts gain
+plan      which draft, length, pool and number of replicas pay, from acceptance and prices; measures nothing
 abuse     16 clients with costly bodies: what another client notices
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
@@ -23,6 +24,7 @@ import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -34,6 +36,8 @@ from tests.bench.abuse import abuse
 from tests.bench.compare import CELLS, compile_models, show, write
 from tests.bench.methods.comparison import Selection, methods, show_parts
 from tests.bench.paced.comparison import paced
+from tests.bench.paced.roofline import PacedDevice
+from tests.bench.plan import accepted_of, plan, read_prices
 from tests.bench.profile import profile
 from tests.bench.turns import collect
 from tests.bench.workload import Cell, Setting, Workload, read_prompts
@@ -53,6 +57,18 @@ def run(arguments: list[str]) -> int:
     """Run a command; return the exit status: 1 if something went wrong, 2 if it cannot be measured."""
     options = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
+    try:
+        failures: list[str] = options.run(options, console)
+    except PacelineError as error:
+        console.print(error, markup=False)
+        return 2
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+    return 1 if failures else 0
+
+
+def _measure(command: Command, options: Namespace, console: Console) -> list[str]:
+    """Run a command on the models that the options name."""
     workload = Workload(
         target=str(options.target),
         draft=str(options.draft),
@@ -65,14 +81,7 @@ def run(arguments: list[str]) -> int:
         num_tokens=options.num_tokens,
         num_turns=options.turns,
     )
-    try:
-        failures: list[str] = options.run(options, workload, console)
-    except PacelineError as error:
-        console.print(error, markup=False)
-        return 2
-    for failure in failures:
-        console.print(failure, style="red", markup=False)
-    return 1 if failures else 0
+    return command(options, workload, console)
 
 
 def parse(arguments: list[str]) -> Namespace:
@@ -85,7 +94,7 @@ def parse(arguments: list[str]) -> Namespace:
     def add(name: str, run: Command, num_tokens: int = 128) -> ArgumentParser:
         """Add a command with the options that say which models continue prompts, and how far."""
         command = commands.add_parser(name, formatter_class=ArgumentDefaultsHelpFormatter)
-        command.set_defaults(run=run)
+        command.set_defaults(run=partial(_measure, run))
         command.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
         command.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
         command.add_argument("--dtype", choices=get_args(Dtype), default="auto")
@@ -107,6 +116,20 @@ def parse(arguments: list[str]) -> Namespace:
     paced.add_argument("--arms", nargs="+", default=("plain", "speculative", "run-ahead"), help=arms_help)
     paced.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7, 1.0), help="as 0,0.7,1")
     paced.add_argument("--png", type=Path, default=PLOTS / "paced.png", help="where the plot goes")
+    planned = commands.add_parser("plan", formatter_class=ArgumentDefaultsHelpFormatter)
+    planned.set_defaults(run=_plan)
+    planned.add_argument("--target", default="h100x4-70b", help="devices and model, as %(default)s")
+    planned.add_argument("--drafts", nargs="+", default=("h100-1b", "l4-1b"), help="devices and models of drafts")
+    planned.add_argument("--acceptance", default="0.75", help="a rate, rates by position, or evaluate's JSON file")
+    planned.add_argument("--temperature", default="0.7", help="which of that file's")
+    planned.add_argument(
+        "--prices", type=Path, help="JSON: dollars for a GPU and an hour, by its name (default: examples)"
+    )
+    planned.add_argument("--batch-sizes", type=_integers, default=(1, 8, 32, 64, 256), help="requests of a group")
+    planned.add_argument("--pools", type=_integers, default=(1, 2, 4, 8), help="groups of one draft GPU")
+    planned.add_argument("--tokens-per-s", type=float, help="of all replicas: how many are needed?")
+    planned.add_argument("--json", type=Path, help="where the rows go")
+    planned.add_argument("--png", type=Path, help="where the plot goes")
     methods = add("methods", _methods, num_tokens=48)
     methods.add_argument("--head", type=Path, default=BUNDLED_HEAD, help="a trained head of the target")
     methods.add_argument("--large", action="store_true", help="on the large target")
@@ -159,6 +182,14 @@ def _paced(options: Namespace, workload: Workload, console: Console) -> list[str
     cells = [Cell(size, heat) for size in options.streams for heat in options.temperatures]
     workload = replace(workload, device="cpu", cells=cells)
     return paced(workload, options.pair, options.arms, console, json=options.json, png=options.png)
+
+
+def _plan(options: Namespace, console: Console) -> list[str]:
+    accepted, prices = accepted_of(options.acceptance, options.temperature), read_prices(options.prices)
+    target, drafts = PacedDevice.of(options.target), list(map(PacedDevice.of, options.drafts))
+    sizes, files = (options.batch_sizes, options.pools), {"json": options.json, "png": options.png}
+    plan(target, drafts, accepted, prices, *sizes, options.tokens_per_s, console, **files)
+    return []
 
 
 def _abuse(options: Namespace, workload: Workload, console: Console) -> list[str]:

@@ -133,6 +133,8 @@ class LocalRouters:
     """The Routers as an Ingress sees them: one round loop in this process, and the last request that came."""
 
     free = math.inf
+    spare = 0.0
+    """What another capacity would add to the room."""
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
@@ -150,8 +152,8 @@ class LocalRouters:
         self.killed.append(process)
         return self.has_processes
 
-    def room(self) -> float:
-        return self.free
+    def room(self, factor: int = 1) -> float:
+        return self.free + (factor - 1) * self.spare
 
     def retry_after_s(self) -> int:
         return 7

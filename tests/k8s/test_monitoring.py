@@ -30,6 +30,7 @@ HEALTHY = [
     series("paceline:drafter_fallbacks_total", "0+10x40", reason="timeout"),
     series("vllm:spec_decode_num_draft_tokens_total", "0+10000x40"),
     series("vllm:spec_decode_num_accepted_tokens_total", "0+6000x40"),
+    series("paceline:draft_problem", "0x40", problem="unused"),
     {"series": WANTED, "values": "2x40"},
     {"series": TARGET, "values": "2x40"},
 ]
@@ -41,6 +42,7 @@ TROUBLES = {
     "PacelineTargetRestarts": [series("paceline:target_recoveries_total", "0x20 1 2 2x18")],
     "PacelineDraftLost": [series("paceline:drafter_fallbacks_total", "0+2900x40", reason="absent")],
     "PacelineAcceptanceCollapsed": [series("vllm:spec_decode_num_accepted_tokens_total", "0+500x40")],
+    "PacelineDraftOfNoUse": [series("paceline:draft_problem", "1x40", problem="unused")],
     "PacelineLoops": [series("vllm:spec_decode_num_accepted_tokens_total", "0+9900x40")],
     "PacelineQueueGrows": [series("vllm:num_requests_waiting", "0+5x40"), {"series": WANTED, "values": "4x40"}],
 }
@@ -59,6 +61,9 @@ CALM: dict[str, list[dict[str, str]]] = {
         series("paceline:drafter_fallbacks_total", "10x40", reason="timeout"),
         series("vllm:spec_decode_num_draft_tokens_total", "500x40"),
         series("vllm:spec_decode_num_accepted_tokens_total", "20x40"),
+    ],
+    "a draft that was of no use for some minutes": [
+        series("paceline:draft_problem", "0x20 1x8 0x20", problem="costs_more")
     ],
     "one restart of a target": [series("paceline:target_recoveries_total", "0x20 1x19")],
 }

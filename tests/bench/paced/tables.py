@@ -30,6 +30,7 @@ class PacedCell:
         gain: tokens/s of running ahead over those of speculation.
         share_of_bound: of what running ahead would gain if drafting took no time.
         over_engine: tokens/s over those of the same method in process.
+        tokens_per_s_per_gpu: over the GPUs of the target, and of the draft, if there is one.
     """
 
     place: str
@@ -40,6 +41,7 @@ class PacedCell:
     gain: float | None
     share_of_bound: float | None
     over_engine: float | None
+    tokens_per_s_per_gpu: float
 
 
 def paced_cells(rows: Sequence[Row], pair: Pair, workload: Workload) -> Iterator[PacedCell]:
@@ -61,13 +63,16 @@ def paced_cells(rows: Sequence[Row], pair: Pair, workload: Workload) -> Iterator
             share_of_bound = (gain - 1) / (pair.bound(num_rows or 1, k, context) - 1)
         if place == "serve" and (alone := named.get((f"engine-{arm}", row.cell))) is not None:
             over_engine = paired_ratio(row, alone)
-        yield PacedCell(place, arm, row, target_ms, added_ms, gain, share_of_bound, over_engine)
+        num_gpus = pair.target.num_gpus + (pair.draft.num_gpus if setting.speculation != "off" else 0)
+        per_gpu = row.tokens_per_s / num_gpus
+        yield PacedCell(place, arm, row, target_ms, added_ms, gain, share_of_bound, over_engine, per_gpu)
 
 
 Column = tuple[str, Callable[[PacedCell], float | None], str]
 
 RATES: tuple[Column, ...] = (
     ("tokens/s", lambda cell: cell.row.tokens_per_s, ".1f"),
+    ("per GPU", lambda cell: cell.tokens_per_s_per_gpu, ".1f"),
     ("of engine", lambda cell: cell.over_engine, ".3f"),
     ("last TTFT", lambda cell: cell.row.ttft_last_ms, ".1f"),
     ("length", lambda cell: cell.row.mean_acceptance_length, ".2f"),

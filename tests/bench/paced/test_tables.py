@@ -46,6 +46,12 @@ def test_what_is_added_is_the_round_less_the_passes_that_it_waits_for(workload: 
     assert measured["serve-run-ahead"].target_roof_ms == pytest.approx(target_ms)
 
 
+def test_tokens_are_counted_by_gpu_and_the_drafts_is_one(workload: Workload) -> None:
+    measured = cells(workload, row("engine-plain"), row("serve-speculative"), row("serve-adaptive"))
+    per_gpu = {name: cell.tokens_per_s_per_gpu for name, cell in measured.items()}
+    assert per_gpu == {"engine-plain": 25.0, "serve-speculative": 20.0, "serve-adaptive": 20.0}
+
+
 def test_running_ahead_is_compared_with_its_bound_and_serving_with_the_same_method_in_process(
     workload: Workload,
 ) -> None:

@@ -2,18 +2,21 @@
 
 import asyncio
 import itertools
+from collections import Counter
+from contextlib import ExitStack
 
 import pytest
 
-from deployments.guard.admission import Admission, submitted
+from deployments.guard.admission import Admission, current_owner, submitted
 from engine.errors import QueueFullError
 
 
 class Routers:
     free = 2.0
+    spare = 3.0
 
-    def room(self) -> float:
-        return self.free
+    def room(self, factor: int = 1) -> float:
+        return self.free + (factor - 1) * self.spare
 
     def retry_after_s(self) -> int:
         return 7
@@ -92,3 +95,51 @@ async def test_other_tasks_run_between_the_beginnings_of_two_requests() -> None:
     begun = [index for index, name in enumerate(order) if name.startswith("request")]
     assert [order[index] for index in begun] == ["request 0", "request 1", "request 2"]
     assert all(later - earlier > 1 for earlier, later in itertools.pairwise(begun))
+
+
+# Whose requests they are.
+
+
+def opened(admission: Admission, stack: ExitStack, **counts: int) -> None:
+    for owner, count in counts.items():
+        for _ in range(count):
+            stack.enter_context(admission.preparing(owner))
+
+
+def refused(admission: Admission, owners: str) -> str:
+    """Which of these owners find no room."""
+    full = ""
+    for owner in owners:
+        try:
+            admission.check(owner)
+        except QueueFullError:
+            full += owner
+    return full
+
+
+def test_an_owner_below_the_mean_has_room_in_a_full_queue() -> None:
+    admission, stack = Admission(Routers()), ExitStack()
+    opened(admission, stack, a=3, b=1)
+    assert refused(admission, "abc") == "a"
+    stack.close()
+    assert (refused(admission, "abc"), admission._open) == ("", Counter())
+
+
+def test_an_owner_alone_has_no_more_room_than_there_is() -> None:
+    admission, stack = Admission(Routers()), ExitStack()
+    opened(admission, stack, a=2)
+    assert refused(admission, "ab") == "a"
+
+
+def test_nobody_has_more_room_than_twice_the_queues() -> None:
+    admission, stack = Admission(Routers()), ExitStack()
+    opened(admission, stack, a=4, b=1)
+    assert refused(admission, "abc") == "abc"
+
+
+def test_a_request_knows_its_owner_until_it_ends() -> None:
+    admission = Admission(Routers())
+    assert current_owner() == ""
+    with admission.preparing("a"):
+        assert current_owner() == "a"
+    assert current_owner() == ""

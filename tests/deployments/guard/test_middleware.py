@@ -1,6 +1,7 @@
 """What enters, under which id, and what becomes of a request whose client leaves."""
 
 import asyncio
+import hashlib
 import json
 import re
 import socket
@@ -47,6 +48,39 @@ async def test_only_a_known_key_opens(guarded: httpx.AsyncClient, header: str | 
 async def test_every_known_key_opens(guarded: httpx.AsyncClient, header: str) -> None:
     response = await guarded.post("/v1/completions", json=BODY, headers={"Authorization": header})
     assert response.status_code == 200
+
+
+async def test_a_request_has_the_digest_of_its_key_as_owner(
+    guarded: httpx.AsyncClient, client: httpx.AsyncClient, routers: LocalRouters
+) -> None:
+    owners = []
+    for headers in ({"x-api-key": KEY}, {"Authorization": f"Bearer {KEY}"}, {"x-api-key": "another"}):
+        await guarded.post("/v1/completions", json=BODY, headers=headers)
+        assert routers.last is not None
+        owners.append(routers.last.owner)
+    assert owners[0] == owners[1] == hashlib.sha256(KEY.encode()).hexdigest()[:16] != owners[2]
+    await client.post("/v1/completions", json=BODY, headers={"x-api-key": KEY})
+    assert routers.last is not None
+    assert routers.last.owner == "", "without keys everybody is one owner"
+    assert (await guarded.post("/v1/completions", json={**BODY, "owner": "x"})).status_code == 401
+    refusal = await client.post("/v1/completions", json={**BODY, "owner": "x"})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "owner")
+
+
+async def test_a_key_below_the_mean_enters_when_another_has_filled_the_queues(
+    guarded: httpx.AsyncClient, routers: LocalRouters
+) -> None:
+    routers.free, routers.spare = 1.0, 1.0
+    routers.rig.verifier.gate.clear()
+    first = asyncio.create_task(guarded.post("/v1/completions", json=BODY, headers={"x-api-key": KEY}))
+    while routers.last is None:
+        await asyncio.sleep(0.001)
+    routers.free = 0.0
+    assert (await guarded.post("/v1/completions", json=BODY, headers={"x-api-key": KEY})).status_code == 429
+    second = asyncio.create_task(guarded.post("/v1/completions", json=BODY, headers={"x-api-key": "another"}))
+    await asyncio.sleep(0.05)
+    routers.rig.verifier.gate.set()
+    assert [(await task).status_code for task in (first, second)] == [200, 200]
 
 
 @pytest.mark.parametrize(

@@ -268,3 +268,12 @@ async def test_what_rounds_waited_for_is_counted_by_process_and_kind() -> None:
         labels = f'{{kind="{kind}",model_name="tiny",process="draft",replica="a"}}'
         assert f"paceline:unprepared_total{labels} {count}" in text
     await rig.loop.stop()
+
+
+async def test_what_is_wrong_with_a_draft_is_a_gauge_where_one_is_loaded() -> None:
+    rig = Rig()
+    assert "draft_problem" not in text_of(rig.metrics)
+    watched = RouterMetrics(rig.engine, rig.remote_drafter, rig.remote_verifier, has_draft=True)
+    watched.watch_draft()
+    assert 'paceline:draft_problem{model_name="tiny",problem="unused",replica="a"} 0.0' in text_of(watched)
+    await rig.loop.stop()

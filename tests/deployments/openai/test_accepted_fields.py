@@ -87,6 +87,20 @@ async def test_ignored_fields_change_nothing(sdk: openai.AsyncOpenAI) -> None:
     assert again.output_text == response.output_text
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_a_priority_reaches_the_router(client: httpx.AsyncClient, routers: LocalRouters, path: str) -> None:
+    body = {"prompt": "abc"} if path == "/v1/completions" else {"messages": USER}
+    body = {"input": "abc"} if path == "/v1/responses" else {**body, "max_tokens": 2}
+    for sent, expected in ((None, 0), (-3, -3), (7.0, 7)):
+        response = await client.post(path, json={**body, "priority": sent})
+        assert response.status_code == 200, response.text
+        assert routers.last is not None
+        assert routers.last.priority == expected
+    response = await client.post(path, json={**body, "priority": 2**31})
+    assert response.status_code == 400
+    assert "priority" in response.text
+
+
 async def test_streams_are_sent_without_padding(sdk: openai.AsyncOpenAI) -> None:
     options: Any = {"include_obfuscation": False, "include_usage": True}
     stream = await sdk.chat.completions.create(**CHAT, stream=True, stream_options=options)

@@ -242,6 +242,19 @@ async def test_a_full_queue_refuses_the_whole_request() -> None:
     await rig.loop.stop()
 
 
+async def test_the_engine_knows_whose_request_it_is_and_how_urgent(rig: Rig) -> None:
+    rig.verifier.gate.clear()
+    requests = [replace(generation(n=2), request_id=name, priority=n, owner=name) for n, name in enumerate("ab")]
+    tasks = [asyncio.create_task(tokens(rig.loop, request)) for request in requests]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    scheduler = rig.engine.scheduler
+    known = [(sequence.owner, sequence.priority) for sequence in (*scheduler.running, *scheduler.waiting)]
+    assert known == [("a", 0), ("a", 0), ("b", 1), ("b", 1)]
+    rig.verifier.gate.set()
+    await asyncio.gather(*tasks)
+
+
 async def test_a_deadline_ends_the_request(rig: Rig) -> None:
     rig.verifier.gate.clear()
     with pytest.raises(TimeoutError, match=r"0\.01 s"):

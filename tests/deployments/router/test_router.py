@@ -86,7 +86,7 @@ async def mail() -> AsyncIterator[Mail]:
 def router(rig: Rig) -> Iterator[Any]:
     router: Any = object.__new__(Router)
     router._engine, router._loop, router._metrics, router._group = rig.engine, rig.loop, rig.metrics, Group()
-    router._deliveries, router._id = {}, "a"
+    router._deliveries, router._prefixes, router._id = {}, set(), "a"
     router._description = Description(INFO, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4), 9, target_id="/models/a")
     yield router
     router._disconnect()
@@ -174,6 +174,33 @@ async def test_an_ingress_that_subscribes_gets_reports(
     await rig.loop.stop()
     await until(report("the round loop has ended"))
     reporting.cancel()
+
+
+async def reported(router: Any, mail: Mail) -> list[int]:
+    """The prefixes in the next report."""
+    count = len(mail.reports)
+    router._report()
+    await wait_for(lambda: len(mail.reports) > count)
+    return sorted(mail.reports[-1].prefixes)
+
+
+async def test_every_ingress_hears_once_of_the_prefixes_that_came(router: Any, mail: Mail) -> None:
+    other = Mail()
+    other.inbox = await Inbox.open("127.0.0.1", other.deliver)
+    await router.subscribe(other.inbox.address)
+    await call(router, replace(generation(), prefixes=tuple(range(1, 9))), mail)
+    await call(router, replace(generation(), prefixes=(1, 2)), mail)
+    assert await reported(router, mail) == [1, 2, 4, 5, 7, 8]
+    await wait_for(lambda: other.reports)
+    assert sorted(other.reports[-1].prefixes) == [1, 2, 4, 5, 7, 8]
+    assert await reported(router, mail) == []
+    other.inbox.close()
+
+
+async def test_a_router_without_a_prefix_cache_holds_none(router: Any, rig: Rig, mail: Mail) -> None:
+    rig.engine.config = replace(rig.engine.config, enable_prefix_caching=False)
+    await call(router, replace(generation(), prefixes=(1, 2)), mail)
+    assert await reported(router, mail) == []
 
 
 async def test_a_request_for_another_target_is_refused(router: Any, mail: Mail) -> None:

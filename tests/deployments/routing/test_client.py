@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from deployments.routing import client as router_client
 from deployments.routing import resumable_stream
 from deployments.routing.client import RouterCall, ServeRouters, ask_all
 from deployments.routing.loads import RouterLoads
+from deployments.routing.prefixes import prefix_hashes
 from deployments.wire import Description, End, Generation, Message, ModelLimits, Outputs, Report, encode
 from engine.config import ModelInfo
 from engine.errors import QueueFullError, TargetError
@@ -144,6 +146,14 @@ async def test_outputs_come_from_the_router_that_took_the_request(loads: RouterL
     await wait_for(lambda: not loads._requests)
     send(client._inbox.address, End.by(TargetError("late"), "request"), Report("here", None, 3, 1))
     await wait_for(lambda: loads.depth("here") == 2)
+
+
+async def test_a_request_names_the_prefixes_of_its_first_prompt_and_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, sent = await routers(), []
+    monkeypatch.setattr(client, "_submit", lambda request, _: sent.append(request))
+    prompts = [[*range(40)], [*range(90)]]
+    client.generate(replace(generation(), prompts=prompts, cache_salt="mine"))
+    assert sent[0].prefixes == prefix_hashes(prompts[0], "mine") != ()
 
 
 async def test_an_error_is_that_of_the_router() -> None:

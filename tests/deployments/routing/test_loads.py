@@ -225,3 +225,65 @@ async def test_a_router_that_has_refused_a_request_is_asked_last(
 
 async def test_without_replicas_nothing_is_chosen(router: Any) -> None:
     assert await router.choose_replicas([], None) == []
+
+
+# Which Router holds the prompt.
+
+PREFIXES = (1, 2, 3, 4, 5, 6)
+"""96 tokens: a queue that is up to 6 sequences longer is worth them."""
+
+
+def note(loads: RouterLoads, name: str, num_requests: int, prefixes: tuple[int, ...] = ()) -> None:
+    loads.note(Report(name, None, num_requests, prefixes=prefixes))
+
+
+def test_the_router_that_holds_the_longest_prefix_is_first(loads: RouterLoads) -> None:
+    loads.set_routers("abc")
+    note(loads, "a", 3, PREFIXES[:3])
+    note(loads, "b", 4, PREFIXES[:5])
+    note(loads, "c", 2)
+    for _ in range(20):
+        first, second = loads.ranked("abc", PREFIXES)
+        assert first == "b" != second
+    assert loads.ranked("ac", PREFIXES)[0] == "a", "b has refused the request"
+    assert loads.ranked(["c"], PREFIXES) == ["c"]
+
+
+def test_of_the_routers_that_hold_a_prefix_the_shorter_queue_is_first(loads: RouterLoads) -> None:
+    loads.set_routers("abc")
+    for name, depth in (("a", 5), ("b", 4)):
+        note(loads, name, depth, PREFIXES)
+    note(loads, "c", 1)
+    assert all(loads.ranked("abc", PREFIXES)[0] == "b" for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    ("num_prefixes", "shortest", "longest"),
+    [(1, 0, 1), (2, 3, 5), (6, 0, 6), (60, 0, 6), (60, 40, 50), (200, 400, 500)],
+)
+def test_a_queue_may_be_longer_by_what_the_prefix_is_worth(
+    loads: RouterLoads, num_prefixes: int, shortest: int, longest: int
+) -> None:
+    prefixes = tuple(range(num_prefixes))
+    note(loads, "b", shortest)
+    note(loads, "a", longest, prefixes)
+    assert loads.ranked(["a", "b"], prefixes) == ["a", "b"]
+    note(loads, "a", longest + 1)
+    assert loads.ranked(["a", "b"], prefixes) == ["b", "a"]
+
+
+def test_a_router_that_is_not_asked_holds_nothing(loads: RouterLoads) -> None:
+    note(loads, "gone", 0, PREFIXES)
+    note(loads, "b", 1)
+    assert loads.ranked(["a", "b"], PREFIXES) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("has_moved", "refused_by", "first"), [(False, "", "a"), (True, "", "b"), (False, "a", "b")])
+async def test_a_request_goes_to_its_prefix_unless_it_has_left_it_or_was_refused(
+    loads: RouterLoads, router: Any, has_moved: bool, refused_by: str, first: str
+) -> None:
+    note(loads, "a", 5, PREFIXES)
+    request = replace(generation(), prefixes=PREFIXES, has_moved=has_moved, refused_by=frozenset(refused_by))
+    loads.begin(request.request_id, 1)
+    chosen = await router.choose_replicas([replica("a"), replica("b")], pending(request))
+    assert chosen[0] == [replica(first)]

@@ -257,6 +257,7 @@ async def test_a_request_that_is_moved_is_sent_at_once_and_then_rests(
     assert contents(await waiting) == contents(expected)
     assert routers.reasons == {"moved": 1}
     assert routers.submitted[1].timeout_s <= request.timeout_s
+    assert [sent.has_moved for sent in routers.submitted] == [False, True]
 
 
 async def test_a_request_that_has_outputs_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,194 @@
+"""Roofline: how long a forward pass of a model takes on named GPUs.
+
+A pass reads its weights and its rows' keys and values once, and multiplies; the slower of the two bounds it (Williams,
+Waterman and Patterson, "Roofline"). Added to this are two all-reduces per layer where a model is spread over several
+GPUs, and a constant. Assumed away: the time to write keys and values, activations that do not stay in the caches, and
+that real kernels rarely reach both bounds at once.
+
+Bandwidth and arithmetic are datasheet figures (dense, 16-bit) times the share that good kernels reach. Tied or not, the
+embedding that is only looked up is not read in a pass, so it is not among a model's weights here. The Router calls this
+and does not import torch, so neither does this file.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.models.source import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One GPU of a node.
+
+    Attributes:
+        bytes_per_s: bandwidth of its memory.
+        flops: 16-bit floating-point operations per second, without sparsity.
+        link_bytes_per_s: what an all-reduce moves between GPUs per second (bus bandwidth).
+        all_reduce_s: an all-reduce of few bytes, captured in a graph.
+    """
+
+    bytes_per_s: float
+    flops: float
+    link_bytes_per_s: float
+    all_reduce_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder with 16-bit keys and values.
+
+    Attributes:
+        layer_weights: weights of all layers, without those of experts.
+        head_weights: weights of the output head, 16 bits each.
+        layers, hidden_size, kv_size: number of layers, width, and key/value heads times their size.
+        weight_bytes: bytes of a weight of a layer.
+        expert_weights, expert_share: weights of all experts, and the part of them that a token is computed with.
+    """
+
+    layer_weights: float
+    head_weights: float
+    layers: int
+    hidden_size: int
+    kv_size: float
+    weight_bytes: float = 2.0
+    expert_weights: float = 0.0
+    expert_share: float = 1.0
+
+
+BYTES = 2
+"""Bytes of an activation, a key or a value."""
+
+BANDWIDTH_SHARE = 0.9
+"""Of the datasheet: 3.0 of 3.35 TB/s are usual for decoding on an H100."""
+FLOPS_SHARE = 0.65
+"""Of the datasheet: large 16-bit products reach 600 to 700 of 989 TFLOPS on an H100."""
+PASS_S = 20e-6
+"""What a pass takes besides: launching its graph and copying its tokens to the host."""
+ALL_REDUCES_PER_LAYER = 2
+"""After attention and after the MLP (Shoeybi et al., 1909.08053)."""
+
+_NVLINK_4 = 366e9
+"""Measured with nccl-tests on four H100 (bus bandwidth); other links in proportion to their datasheets."""
+_NCCL_S = 18e-6
+"""NCCL in a captured graph: about 3 ms for the 160 all-reduces of a 70B pass. One-shot kernels take about 8 us."""
+_PCIE_4, _PCIE_S = 32e9 * 0.8, 30e-6
+"""PCIe 4.0, 32 GB/s each way, with assumed 30 us per all-reduce."""
+
+HARDWARE: Mapping[str, Hardware] = {
+    # NVIDIA's datasheets: HGX B200, H200 and H100 SXM, A100 80 GB SXM, L40S, L4.
+    "b200": Hardware(8.0e12 * BANDWIDTH_SHARE, 2250e12 * FLOPS_SHARE, _NVLINK_4 * 1800 / 900, _NCCL_S),
+    "h200": Hardware(4.8e12 * BANDWIDTH_SHARE, 989e12 * FLOPS_SHARE, _NVLINK_4, _NCCL_S),
+    "h100": Hardware(3.35e12 * BANDWIDTH_SHARE, 989e12 * FLOPS_SHARE, _NVLINK_4, _NCCL_S),
+    "a100": Hardware(2.039e12 * BANDWIDTH_SHARE, 312e12 * FLOPS_SHARE, _NVLINK_4 * 600 / 900, _NCCL_S),
+    "l40s": Hardware(0.864e12 * BANDWIDTH_SHARE, 362e12 * FLOPS_SHARE, _PCIE_4, _PCIE_S),
+    "l4": Hardware(0.3e12 * BANDWIDTH_SHARE, 121e12 * FLOPS_SHARE, _PCIE_4, _PCIE_S),
+}
+"""By the word that Ray's and NVIDIA's names of a GPU have, in lower case."""
+
+_WEIGHT_BYTES = {
+    "none": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "int4": 0.5 + 2 / 32,
+}  # a 16-bit scale for each 32 inputs of int4
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_NUMBER = re.compile(r"\.(\d+)\.")
+"""The first number in the name of a layer's weight is the layer's; layers beyond the model's own draft (MTP)."""
+_OTHER_PART = re.compile(r"vision|visual|audio|encoder\.|^mtp\.")
+"""In the names of weights that decoding does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one pass computes.
+
+    Attributes:
+        num_tokens: tokens of all rows.
+        num_logits: tokens whose logits are computed.
+        num_context_tokens: tokens whose keys and values are read, over all rows.
+        num_attended: places that tokens attend to, over all tokens.
+    """
+
+    num_tokens: int
+    num_logits: int
+    num_context_tokens: int
+    num_attended: int
+
+
+def decoding(num_rows: int, num_tokens_per_row: int, context: int) -> Work:
+    """Return the work of a pass over rows of equal context that each compute some tokens and all their logits."""
+    num_tokens = num_rows * num_tokens_per_row
+    return Work(num_tokens, num_tokens, num_rows * context, num_tokens * context)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A model over `num_gpus` tensor-parallel GPUs of one kind."""
+
+    model: Model
+    hardware: Hardware
+    num_gpus: int = 1
+
+    def pass_seconds(self, work: Work) -> float:
+        """Return the time of one pass."""
+        model, hardware, num_tokens = self.model, self.hardware, work.num_tokens
+        head_weights = model.head_weights if work.num_logits else 0.0
+        # Experts are read if a token of the pass is computed with them; tokens choose theirs independently.
+        read = model.layer_weights + model.expert_weights * (1 - (1 - model.expert_share) ** num_tokens)
+        kv_bytes = 2 * BYTES * model.layers * model.kv_size * work.num_context_tokens
+        reading_s = (model.weight_bytes * read + BYTES * head_weights + kv_bytes) / self.num_gpus / hardware.bytes_per_s
+        products = (model.layer_weights + model.expert_share * model.expert_weights) * num_tokens
+        products += model.head_weights * work.num_logits
+        attention = 2 * model.layers * model.hidden_size * work.num_attended  # scores, and their weighted values
+        seconds = PASS_S + max(reading_s, 2 * (products + attention) / self.num_gpus / hardware.flops)
+        if self.num_gpus > 1:
+            # An all-reduce moves 2 (n - 1) / n of its tensor per GPU.
+            moved = BYTES * num_tokens * model.hidden_size * 2 * (self.num_gpus - 1) / self.num_gpus
+            each_s = hardware.all_reduce_s + moved / hardware.link_bytes_per_s
+            seconds += ALL_REDUCES_PER_LAYER * model.layers * each_s
+        return seconds
+
+
+def placed(source: ModelSource, gpu: str, num_gpus: int = 1) -> Placed | None:
+    """Return a model on GPUs of a name as Ray or torch has it, such as `H100` or `NVIDIA H100 80GB HBM3`.
+
+    None if the name is unknown, as that of CPUs is, or if the model's files do not tell what a pass reads.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    words = re.split(r"\W+", gpu.lower())
+    hardware = next((hardware for word, hardware in HARDWARE.items() if word in words), None)
+    model = None if hardware is None else model_of(source)
+    return None if hardware is None or model is None else Placed(model, hardware, num_gpus)
+
+
+def model_of(source: ModelSource) -> Model | None:
+    """Return a model's figures, from its configuration and its files; None if these do not tell what a pass reads.
+
+    Of a model that is saved quantised, a pass reads the files' bytes; its arithmetic is underestimated.
+    """
+    text, is_packed = source.configuration.get_text_config(), "quantization_config" in source.settings
+    num_experts = next(filter(None, (getattr(text, name, None) for name in _NUM_EXPERTS)), None)
+    share = 1.0 if num_experts is None else (getattr(text, "num_experts_per_tok", None) or 0) / num_experts
+    if not share or (is_packed and num_experts):
+        return None
+    head, layers, experts = text.vocab_size * text.hidden_size, 0.0, 0.0
+    for name, shape in {} if is_packed else source.weight_shapes.items():
+        number = _NUMBER.search(name)
+        if number is None or int(number[1]) >= text.num_hidden_layers or _OTHER_PART.search(name):
+            continue
+        size = math.prod(shape)
+        layers, experts = (layers, experts + size) if ".experts." in name else (layers + size, experts)
+    if is_packed:
+        num_bytes = sum(file.stat().st_size for file in source.weight_files)
+        layers = max(0, num_bytes / BYTES - head * (1 if text.tie_word_embeddings else 2))
+    heads = text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_size = (getattr(text, "num_key_value_heads", None) or heads) * head_size
+    if (latent := getattr(text, "kv_lora_rank", None)) is not None:  # instead of keys and values
+        kv_size = (latent + text.qk_rope_head_dim) / 2
+    weight_bytes = _WEIGHT_BYTES[source.config.quantization] * (2 if source.config.dtype == "float32" else 1)
+    return Model(layers, head, text.num_hidden_layers, text.hidden_size, kv_size, weight_bytes, experts, share)

@@ -1,0 +1,107 @@
+"""The plan: choices by hand, its pools, what it refuses, and the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.speed_up import HIT_RATE
+from engine.errors import ConfigError
+from engine.execution.roofline import PASS_S, Hardware, Model
+from tests.bench.commands import parse, run
+from tests.bench.paced.roofline import PacedDevice, Pair
+from tests.bench.plan import PRICES, accepted_of, choices, plan, pooled_round_s, read_prices
+
+PRICE = {"h100": 3.0, "l4": 0.6}
+
+
+def device(name: str, read_ms: float, token_ms: float = 0.0, num_gpus: int = 1) -> PacedDevice:
+    """A device whose pass takes `read_ms`, or `token_ms` for each of its tokens, if that is more."""
+    bytes_per_s = 2e9 / (read_ms * 1e-3 - PASS_S) / num_gpus
+    flops = 2e9 / (token_ms * 1e-3) / num_gpus if token_ms else 1e30
+    return PacedDevice(Model(1e9, 0.0, 1, 0, 0), Hardware(bytes_per_s, flops, 1.0, 0.0), num_gpus, name)
+
+
+TARGET, DRAFT = device("h100x4-70b", 10.0, num_gpus=4), device("l4-1b", 1.0)
+
+
+def test_every_arm_by_hand() -> None:
+    """Half of first tokens and a quarter of second ones: k = 2 brings 1.75 tokens; a pass takes 10 ms, a draft's 1."""
+    found = list(choices(TARGET, [DRAFT], [0.5, 0.25], PRICE, [8], [2], wanted_per_s=5000))
+    by_arm = {one.arm: one for one in found}
+    plain, turn, ahead = by_arm["no draft"], by_arm["own draft in turn"], by_arm["own draft ahead"]
+    assert (plain.k, plain.gpus, plain.dollars_per_hour, plain.replicas) == (0, 4, 12.0, 7)
+    assert plain.tokens_per_s == pytest.approx(800)
+    assert plain.tokens_per_s_per_gpu == pytest.approx(200)
+    assert plain.dollars_per_million == pytest.approx(12 / 3600 / 800 * 1e6)
+    assert (turn.k, turn.gpus, turn.num_groups, turn.dollars_per_hour, turn.replicas) == (2, 5, 1, 12.6, 5)
+    assert turn.tokens_per_s == pytest.approx(8 * 1.75 / 0.012)
+    hits = HIT_RATE**8
+    assert ahead.tokens_per_s == pytest.approx(8 * 1.75 / (hits * 0.010 + (1 - hits) * 0.012))
+    assert by_arm["own draft alternating"].tokens_per_s == pytest.approx(8 * 1.75 / 0.020)
+    # One of the target's GPUs takes 40 ms for a pass over as many weights as its four read in 10 ms.
+    beside = by_arm["beside the target"]
+    assert (beside.draft, beside.gpus, beside.dollars_per_hour) == ("h100-1b", 4, 12.0)
+    assert beside.tokens_per_s == pytest.approx(8 * 1.5 / 0.050, rel=2e-2)
+    pool = by_arm["pool of 2 : 1"]
+    assert (pool.gpus, pool.dollars_per_hour, pool.num_groups) == (4.5, 12.3, 2)
+    assert pool.tokens_per_s == pytest.approx(ahead.tokens_per_s)
+
+
+def test_one_request_never_alternates() -> None:
+    arms = [one.arm for one in choices(TARGET, [DRAFT], [0.5], PRICE, [1], [])]
+    assert arms == ["no draft", "beside the target", "own draft in turn", "own draft ahead"]
+
+
+def test_as_many_groups_share_a_pass_as_wait_at_the_same_time() -> None:
+    """A pass for m groups takes 2 m ms, a round 10 + 2 m, so m = 8 * 2 m / (10 + 2 m) of 8 groups wait: m = 3."""
+    pair = Pair(TARGET, device("l4-1b", 1.0, 0.25))
+    round_s, together = pooled_round_s(pair, 8, 1, "none", 8)
+    assert together == pytest.approx(3, rel=0.03)
+    assert round_s == pytest.approx(0.016, rel=0.03)
+    assert pooled_round_s(pair, 8, 1, "none", 1) == (pytest.approx(0.012, rel=0.003), 1.0)
+    # Two proposals for half of the rows in 20 ms, 1 ms each.
+    assert pooled_round_s(pair, 8, 1, "alternate", 8) == (pytest.approx(0.020, rel=0.003), 1.0)
+
+
+def test_acceptance_is_a_rate_or_rates_or_what_evaluate_writes(tmp_path: Path) -> None:
+    assert accepted_of("0.5", "0.7")[:3] == [0.5, 0.25, 0.125]
+    assert accepted_of("0.8,0.6,0.6", "0.7") == [0.8, 0.6, 0.6]
+    file = tmp_path / "figures.json"
+    file.write_text(json.dumps({"temperatures": {"0.7": {"acceptance_per_position": [0.7, 0.4]}}}))
+    assert accepted_of(str(file), "0.7") == [0.7, 0.4]
+    with pytest.raises(ConfigError, match=r"figures.json has no acceptance per position at temperature 1"):
+        accepted_of(str(file), "1")
+    for wrong in ("1.1", "0.5,0.6", "x", ""):
+        with pytest.raises(ConfigError, match="it must be a rate, falling rates"):
+            accepted_of(wrong, "0")
+
+
+def test_prices_are_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "prices.json"
+    file.write_text('{"H100": 2.25}')
+    assert read_prices(file) == {**PRICES, "h100": 2.25}
+    assert read_prices(None) == PRICES
+    for wrong in ('{"h100": 0}', '{"h99": 1}', "[1]", "{"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match="price"):
+            read_prices(file)
+
+
+def test_the_plan_prints_writes_and_draws(console: Console, tmp_path: Path) -> None:
+    files = {"json": tmp_path / "plan.json", "png": tmp_path / "plan.png"}
+    plan(TARGET, [DRAFT], [0.5, 0.25], PRICE, [1, 8], [1, 2], None, console, **files)
+    rows = json.loads(files["json"].read_text())
+    assert len(rows) == 6 + 7
+    assert rows[0]["dollars_per_million"] == pytest.approx(12 / 3600 / 100 * 1e6)
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_needs_no_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert not hasattr(parse(["plan"]), "threads")
+    assert run(["plan", "--batch-sizes", "8", "--pools", "4", "--drafts", "h100-1b"]) == 0
+    printed = capsys.readouterr().out
+    assert "most tokens/s per GPU: pool of 4 : 1 h100-1b" in printed
+    assert run(["plan", "--target", "h100x4-71b"]) == 2
+    assert run(["plan", "--prices", str(tmp_path / "none.json")]) == 2

@@ -8,34 +8,45 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cluster.transport import Connector, Server
-from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig
 from engine.execution.backend import Backend
 from tests.bench.paced.group import Arm, Models, answer_drafts, answer_verifications, make_engine
 from tests.bench.paced.roofline import PacedDevice, Pair
 from tests.bench.paced_device import PacedBackend
 
+if TYPE_CHECKING:
+    from cluster.workers.responder import DraftResponder, TargetResponder
+
 _NODE = "this node"
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1"}
 """As served workers have it: a process that waits for a pass must not take the CPU from the others."""
 
 
-def _work(pipe: Connection, role: int, paths: tuple[str, str], pair_name: str, config: EngineConfig, identity: str, run_ahead: bool) -> None:
+def _work(
+    pipe: Connection,
+    role: int,
+    paths: tuple[str, str],
+    pair_name: str,
+    config: EngineConfig,
+    identity: str,
+    run_ahead: bool,
+) -> None:
     """Be a worker until the Router's process ends: role 0 is the target, 1 the draft."""
     torch.set_num_threads(1)
     pair, models = Pair.of(pair_name), Models.load(*paths)
     responder: TargetResponder | DraftResponder
     if role == 0:
-        verifier = models.verifier(config, lambda backend: _paced(backend, pair.target))
+        verifier = models.verifier(config, partial(_paced, pair.target))
         responder = answer_verifications(verifier, config)
     else:
-        pace = lambda backend: _paced(backend, pair.draft)
+        pace = partial(_paced, pair.draft)
         responder = answer_drafts(models.drafter(config, pace, time.perf_counter, run_ahead=run_ahead), config)
     server = Server("127.0.0.1", _NODE, identity)
     pipe.send((server.endpoint, models.target.info))
@@ -79,6 +90,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _paced(backend: Backend, device: PacedDevice) -> Backend:
+def _paced(device: PacedDevice, backend: Backend) -> Backend:
     paced: Any = PacedBackend(backend, device)
     return paced

@@ -1,9 +1,9 @@
-"""What is measured in the twin: the gain that a hidden draft brings, what the controls are worth, and the draft pool."""
+"""What is measured in the twin: the gain of a hidden draft, what the controls are worth, and the draft pool."""
 
 import asyncio
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from statistics import mean, stdev
 
 from scipy.stats import t as student
@@ -28,7 +28,7 @@ class Bench:
 
     models: Models
     prompts: Sequence[Sequence[int]]
-    costs: Costs = Costs()
+    costs: Costs = field(default_factory=Costs)
     k: int = 4
     num_warm: int = 64
     num_tokens: int = 64
@@ -177,7 +177,9 @@ def hidden(
         base, texts = time_arm(bench, pair, "speculative", rows, [temperature])
         free, _ = time_arm(bench, pair, "speculative", rows, [temperature], place="free")
         for arm in arms:
-            timed, stretches = (base, texts) if arm == "speculative" else time_arm(bench, pair, arm, rows, [temperature])
+            timed, stretches = (
+                (base, texts) if arm == "speculative" else time_arm(bench, pair, arm, rows, [temperature])
+            )
             check_texts(texts, stretches)
             gain = timed.tokens_per_s / base.tokens_per_s
             yield Hidden(timed, gain, bound, (gain - 1) / (bound - 1), free.tokens_per_s / base.tokens_per_s)
@@ -234,12 +236,22 @@ def lead(
     return Lead(pair, rows, found[arm, seeds[0]].temperature, best, ratios), list(found.values())
 
 
-def pools(bench: Bench, pair: str, rows: int, temperature: float, counts: Sequence[int], arm: str) -> Iterator[Timed]:
-    """Time a growing number of groups on one draft GPU; before them a draft of one group's own, and one beside it."""
-    yield max(
-        (time_arm(bench, pair, name, rows, [temperature], place="beside")[0] for name in ("plain", "fixed-2", "speculative")),
-        key=lambda timed: timed.per_gpu,
-    )
-    yield time_arm(bench, pair, arm, rows, [temperature])[0]
+def pools(
+    bench: Bench, pair: str, rows: int, temperature: float, counts: Sequence[int], arm: str
+) -> Iterator[tuple[Timed, Timed, Timed]]:
+    """Time so many groups on one draft GPU; the same with a draft GPU each; and with drafts beside the targets, by the
+    fastest way that is known for them."""
     for count in counts:
-        yield time_arm(bench, pair, arm, rows, [temperature], place="pool", num_groups=count)[0]
+        pooled, own = (
+            time_arm(bench, pair, arm, rows, [temperature], place=place, num_groups=count)[0]
+            for place in ("pool", "own")
+        )
+        # Drafts beside the target share nothing between groups.
+        beside = max(
+            (
+                time_arm(bench, pair, name, rows, [temperature], place="beside", num_groups=count)[0]
+                for name in ("plain", "fixed-2", "speculative")
+            ),
+            key=lambda timed: timed.per_gpu,
+        )
+        yield pooled, own, beside

@@ -49,7 +49,7 @@ def slots(config: GroupConfig, bundles: Sequence[Bundle]) -> list[Slot]:
     ranks = "the target" if config.tensor_parallel_size == 1 else "the target's ranks"
     names = [ranks] * len(bundles)
     names[0] = "the Router replica"
-    if config.places_draft:
+    if config.places_draft_worker:
         names[1] = f"{ranks} and the draft" if shares_gpu(config, bundles) else "the draft"
     named = map(Slot, names, bundles, label_selectors(config, bundles))
 

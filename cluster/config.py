@@ -12,6 +12,9 @@ from engine.protocols import Overlap
 LogFormat = Literal["text", "json"]
 RunAhead = Literal["auto", "on", "off"]
 
+DRAFT_CORES = 1
+"""Cores of a draft on a CPU. The target's ranks share all cores, or all others where the draft runs ahead of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
@@ -54,7 +57,7 @@ class GroupConfig:
         return self.method.runs_in == "draft"
 
     @property
-    def places_draft(self) -> bool:
+    def places_draft_worker(self) -> bool:
         """Whether the group has a draft worker of its own, for which it needs room."""
         return self.has_draft_worker and not self.draft_pool
 

@@ -66,6 +66,7 @@ class SpeculationGroup:
         owns_placement: bool,
         leases: Leases | None = None,
     ) -> None:
+        self.lease: Lease | None = None
         self._leases = leases
         self.config = config
         self.target_source = target
@@ -253,7 +254,7 @@ class SpeculationGroup:
 
     async def _keep_lease(self) -> None:
         def taken(lease: Lease) -> None:
-            self.draft_info = lease.info
+            self.lease, self.draft_info = lease, lease.info
 
         assert self._leases is not None, "a group with a draft pool is started with it"
         num_rows = self.config.engine.max_num_seqs

@@ -4,13 +4,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.remote import RemoteDrafter
-from cluster.transport import Connector, Endpoint
-from engine.config import ModelInfo
+from cluster.transport import Connector
+from cluster.workers.pool_worker import Lease
 from engine.errors import TargetError
+
+__all__ = ["Lease", "Leases", "keep_lease"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,21 +21,6 @@ _TAKE_S = 10.0
 _AVOIDED_S = 30.0
 """For how long a worker that failed is not leased again, if there is another."""
 _PING_PERIOD_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A Router's use of one draft worker of the pool; it ends when the Router has been silent for a while.
-
-    Attributes:
-        worker: the id of the worker's process.
-        version: of this lease; the worker ignores messages of another.
-    """
-
-    worker: str
-    version: int
-    endpoint: Endpoint
-    info: ModelInfo
 
 
 class Leases(Protocol):
@@ -71,18 +57,20 @@ async def keep_lease(
                 lease = await leases.take(connector.identity, num_rows, failed.keys())
         except (TargetError, TimeoutError) as error:
             logger.warning("No draft worker leased, next try in %g s: %s", pause_s, error or f"none in {_TAKE_S:g} s")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
-            continue
-        logger.info("Leased draft worker %s", lease.worker)
-        taken(lease)
-        reason = await _use(lease, connector, drafter)
-        logger.warning("Draft worker %s given back: %s", lease.worker, reason)
-        # A worker that fails at once, again and again, is asked for less and less often.
-        pause_s = _FIRST_RETRY_S if time.monotonic() - now > _AVOIDED_S else min(2 * pause_s, _LONGEST_RETRY_S)
-        if lease.worker in failed:
-            await asyncio.sleep(pause_s)
-        failed[lease.worker] = time.monotonic() + _AVOIDED_S
+            failed.clear()  # a worker that was slow or lost is better than none
+        else:
+            logger.info("Leased draft worker %s", lease.worker)
+            taken(lease)
+            reason = await _use(lease, connector, drafter)
+            logger.warning("Draft worker %s given back, decoding without drafts: %s", lease.worker, reason)
+            is_known, failed[lease.worker] = lease.worker in failed, time.monotonic() + _AVOIDED_S
+            if time.monotonic() - now > _AVOIDED_S:
+                pause_s = _FIRST_RETRY_S
+            if not is_known:
+                continue
+        # The longer no worker lasts, the less often they are asked.
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
 
 async def _use(lease: Lease, connector: Connector, drafter: RemoteDrafter) -> str:

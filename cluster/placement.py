@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import GroupConfig
+from cluster.config import DRAFT_CORES, GroupConfig
 from engine.config import ModelConfig
 from engine.errors import TargetError
 
@@ -32,8 +32,6 @@ REPLICA_CPUS = 0.1
 DRAFT_CPUS = 0.2
 TARGET_CPUS = 0.4
 STRATEGY = "PACK"
-DRAFT_CORES = 1
-"""Cores of a draft on a CPU. The target's ranks share all cores, or all others where the draft runs ahead of them."""
 
 _CPU_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}
 """Environment variables of a worker, for OpenMP and torch. An idle worker must not spin on cores that the other model
@@ -57,7 +55,7 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
     Device "auto" uses the GPUs that are there; without any, all workers run on the CPU. Too few raise PlacementError.
     Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
     """
-    size, draft = config.tensor_parallel_size, config.draft if config.places_draft else None
+    size, draft = config.tensor_parallel_size, config.draft if config.places_draft_worker else None
     num_target = size * _is_on_gpu(config.target, num_gpus)
     num_draft = int(draft is not None and _is_on_gpu(draft, num_gpus))
     can_share = num_target and num_draft and config.draft_label_selector in ({}, config.target_label_selector)
@@ -79,7 +77,7 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
 
 def shares_gpu(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> bool:
     """Return whether the draft worker is in the bundle of rank 0, on the same GPU."""
-    return config.places_draft and len(bundles) == 2
+    return config.places_draft_worker and len(bundles) == 2
 
 
 def label_selectors(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
@@ -91,7 +89,7 @@ def label_selectors(config: GroupConfig, bundles: Sequence[Mapping[str, float]])
 def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
     """Resolve `run_ahead` "auto" for these bundles, and set how many of the node's cores each model may use."""
     target_on_cpu = not bundles[-1].get("GPU")
-    draft_on_cpu = config.places_draft and not bundles[DRAFT_BUNDLE].get("GPU")
+    draft_on_cpu = config.places_draft_worker and not bundles[DRAFT_BUNDLE].get("GPU")
     num_models = config.tensor_parallel_size * target_on_cpu + draft_on_cpu
     # The Router and the Ingress compute in every round, too.
     is_apart = num_cores > num_models if num_models else not shares_gpu(config, bundles)
@@ -141,7 +139,7 @@ def pool_options(config: GroupConfig, *, num_gpus: float) -> dict[str, Any]:
 def rank_beside_draft(config: GroupConfig, group: PlacementGroup) -> int | None:
     """Return the first target rank on the draft's device, None if it shares none; Ray must have placed the bundles."""
     bundles = group.bundle_specs
-    if not config.places_draft:
+    if not config.places_draft_worker:
         return None
     if shares_gpu(config, bundles):
         return 0

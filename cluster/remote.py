@@ -9,9 +9,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.protocol.messages import (
     AnyReply,
@@ -272,39 +272,51 @@ class RemoteVerifier:
         for link in links:
             link.close(reason)
 
-    async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
-        """Return one verdict per row.
+    def verify(self, rows: Sequence[VerifyRow]) -> Coroutine[Any, Any, list[Verdict]]:
+        """Return one verdict per row; it is empty if the row's request ends before the row is sent.
 
         Raises TargetError if a rank is lost or late, or sent an invalid reply; all ranks must be restarted.
         """
+        self._acknowledged.expect(rows)
+        return self._verify(self._links, rows)
+
+    async def _verify(self, links: list[Link], rows: Sequence[VerifyRow]) -> list[Verdict]:
         try:
-            reply = await self._verify(rows)
+            sent, reply = await self._exchange(links, rows)
             if isinstance(reply, PrefixMissing):
                 self._acknowledged.forget(reply.request_ids)
-                reply = await self._verify(rows)
+                sent, reply = await self._exchange(links, rows)
             if not isinstance(reply, Verdicts):
                 raise MalformedMessageError(f"it replied {reply}")
-            verdicts = with_drafts(reply.verdicts, rows)
-            check_verdicts(verdicts, rows, self.vocab_size)
+            verdicts = with_drafts(reply.verdicts, sent)
+            check_verdicts(verdicts, sent, self.vocab_size)
         except (TransportError, MalformedMessageError) as error:
-            # If not all ranks finished the round, their next all-reduces would not match.
-            self.disconnect(str(error))
+            if links is self._links:
+                # If not all ranks finished the round, their next all-reduces would not match.
+                self.disconnect(str(error))
             raise TargetError(f"the target did not finish a round: {error}") from error
         self.unprepared = reply.unprepared
         self.calls.compute_s += reply.compute_s
-        return verdicts
+        by_row = {id(row): verdict for row, verdict in zip(sent, verdicts, strict=True)}
+        return [by_row.get(id(row), Verdict()) for row in rows]
 
     def release(self, request_id: str) -> None:
         """Release a request that has ended; the ranks are told with the next request."""
         self._acknowledged.release(request_id)
 
-    async def _verify(self, rows: Sequence[VerifyRow]) -> AnyReply:
-        links = self._links
-        if not links:
-            raise PeerGoneError(self._lost)
+    async def _exchange(self, links: list[Link], rows: Sequence[VerifyRow]) -> tuple[Sequence[VerifyRow], AnyReply]:
+        """Send the rows whose requests have not ended; return those, and the reply."""
         async with self._sending:  # or a rank could get two rounds in the wrong order
+            if not links or links is not self._links:
+                raise PeerGoneError(self._lost)
+            # A round that was sent before this one may have the blocks of a request that has ended.
+            rows = [row for row in rows if self._acknowledged.awaits(row.request)]
+            if not rows:
+                return rows, Verdicts(self._round, links[0].version, 0.0, [], self.unprepared)
             self._round += 1
             deltas, released = self._acknowledged.deltas(rows)
+            # Ranks miss no message. Sent twice, it could end a request that has begun under the same id.
+            self._acknowledged.acknowledge(released, ())
             entries = [
                 VerifyEntry(delta, row.start, row.length, _judged(row.draft), row.state)
                 for delta, row in zip(deltas, rows, strict=True)
@@ -319,7 +331,7 @@ class RemoteVerifier:
                     await link.post(request)
                 answer = await links[0].begin(request)
             except BaseException:
-                del self._due_s[request.round]
+                self._due_s.pop(request.round, None)
                 raise
         try:
             reply = await answer
@@ -331,8 +343,8 @@ class RemoteVerifier:
             raise PeerGoneError(self._lost)
         if isinstance(reply, Verdicts):
             self._times.observe(shape, self._replied_s - started)
-        self._acknowledged.acknowledge(released, rows if isinstance(reply, Verdicts) else ())
-        return reply
+            self._acknowledged.acknowledge((), rows)
+        return rows, reply
 
 
 def _judged(draft: Draft) -> Draft:

@@ -7,7 +7,7 @@ a browser sees, `observe/` what operators see, `local/` what there is only on on
 (`paceline`, and `python -m deployments`), `diagnosis/` whether all is well, and true.
 
 The trunk, to be read first: `builder` (binds the deployments), `wire` (what Ingress and Router say to each other),
-`config` (every setting), `errors` (exceptions to status codes), `autoscaling` (replicas by queue depth) and
+`config` (every setting), `errors` (exceptions to status codes), `autoscaling` (numbers of replicas) and
 `ray_internals` (Serve's private parts).
 """
 

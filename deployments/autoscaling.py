@@ -1,4 +1,4 @@
-"""The queue-depth policy: the number of replicas follows the number of waiting and running sequences.
+"""The policies: Routers follow the number of waiting and running sequences, draft workers their utilisation.
 
 Serve's own policy counts calls, but one call may have several prompts and `n` choices each. This one reacts to a step
 in load within 3 s, Serve's defaults within 14 s: a replica records its numbers every 0.2 s and sends them every 0.4 s,
@@ -11,11 +11,15 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from deployments.config import Autoscaling
-from deployments.wire import IS_RECOVERING, NUM_REQUESTS
+from deployments.config import Autoscaling, PoolSize
+from deployments.wire import IS_RECOVERING, NUM_REQUESTS, UTILISATION
 
 CALM = 0.8
 """Replicas are removed only if the rest would have at most this part of `requests_per_replica`."""
+BUSY, IDLE = 0.7, 0.4
+"""Draft workers are added if they draft for more than `BUSY` of the time, because rounds then wait for one another's
+drafts, and removed only if the rest would draft for at most `IDLE`."""
+_POOL_DELAYS_S = (10.0, 300.0)
 _LOOK_BACK_S = 1.0
 _PUSH_INTERVAL_S = 0.4
 
@@ -51,21 +55,51 @@ class QueueDepthPolicy:
         return num_replicas, {}
 
 
+class UtilisationPolicy:
+    """Chooses the number of draft workers of a pool, by the share of time in which each drafts."""
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return the number of workers, and no state."""
+        reported, target = (context.aggregated_metrics or {}).get(UTILISATION, {}), context.target_num_replicas
+        if not reported:
+            return target, {}
+        busy = sum(reported.values())
+        num_workers = max(1, math.ceil(busy / BUSY))
+        return num_workers if num_workers > target else min(target, max(1, math.ceil(busy / IDLE))), {}
+
+
 def autoscaling_config(settings: Autoscaling) -> AutoscalingConfig | None:
-    """Return Serve's autoscaling settings; None is a fixed number of replicas."""
-    if settings.upper_bound == settings.min_replicas:
+    """Return Serve's autoscaling settings for Routers; None is a fixed number of replicas."""
+    return _scaled(
+        (settings.min_replicas, settings.upper_bound),
+        (settings.upscale_delay_s, settings.downscale_delay_s),
+        AutoscalingPolicy(
+            policy_function=QueueDepthPolicy, policy_kwargs={"requests_per_replica": settings.requests_per_replica}
+        ),
+    )
+
+
+def pool_autoscaling_config(settings: PoolSize) -> AutoscalingConfig | None:
+    """Return Serve's autoscaling settings for draft workers; None is a fixed number of them."""
+    policy = AutoscalingPolicy(policy_function=UtilisationPolicy)
+    return _scaled((settings.replicas, settings.upper_bound), _POOL_DELAYS_S, policy)
+
+
+def _scaled(
+    bounds: tuple[int, int], delays_s: tuple[float, float], policy: AutoscalingPolicy
+) -> AutoscalingConfig | None:
+    """Return settings with these bounds, and these delays before replicas are added and removed."""
+    if bounds[0] == bounds[1]:
         return None
     with warnings.catch_warnings():
         # It says that environment variables will replace metrics_interval_s; in Ray 2.60 they have no effect.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
-            min_replicas=settings.min_replicas,
-            max_replicas=settings.upper_bound,
-            upscale_delay_s=settings.upscale_delay_s,
-            downscale_delay_s=settings.downscale_delay_s,
+            min_replicas=bounds[0],
+            max_replicas=bounds[1],
+            upscale_delay_s=delays_s[0],
+            downscale_delay_s=delays_s[1],
             look_back_period_s=_LOOK_BACK_S,
             metrics_interval_s=_PUSH_INTERVAL_S,
-            policy=AutoscalingPolicy(
-                policy_function=QueueDepthPolicy, policy_kwargs={"requests_per_replica": settings.requests_per_replica}
-            ),
+            policy=policy,
         )

@@ -1,7 +1,8 @@
-"""app(config): makes the two deployments, checks that the cluster has room for them, and binds Ingress to Router."""
+"""app(config): makes the deployments, checks that the cluster has room for them, and binds Ingress to Router."""
 
 import hashlib
 import logging
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -9,18 +10,21 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, slots
-from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles
+from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, pool_slot, slots
+from cluster.config import GroupConfig
+from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles, pool_options
 from cluster.ray_core import this_machine
-from deployments.autoscaling import autoscaling_config
-from deployments.config import AppConfig, ArgumentError, api_keys, group_config, ingress_config
+from deployments.autoscaling import autoscaling_config, pool_autoscaling_config
+from deployments.config import AppConfig, ArgumentError, api_keys, group_config, ingress_config, pool_config
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.ingress.ingress import Ingress
 from deployments.ingress.server_info import installed_version
 from deployments.observe.logs import serve_logging
 from deployments.ray_internals import with_version
+from deployments.router.draft_replica import Drafts
 from deployments.router.router import Router
 from deployments.routing.loads import QueueDepthRouter
+from deployments.wire import DRAFTS
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -47,12 +51,16 @@ def app(config: AppConfig) -> Application:
 
 
 def build(config: AppConfig, *, can_grow: bool) -> Application:
-    """Return the application, as `app`: Ingresses over autoscaled Routers, each with its own speculation group."""
+    """Return the application, as `app`: Ingresses over autoscaled Routers, each with its own speculation group.
+
+    Draft workers of a pool are a deployment of their own, which Routers lease.
+    """
     # Read here and passed on: the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
     group, nodes = group_config(config), _nodes()
+    num_gpus = sum(node.resources.get("GPU", 0) for node in nodes.values())
     try:
-        bundles = placement_bundles(group, num_gpus=sum(node.resources.get("GPU", 0) for node in nodes.values()))
+        bundles = placement_bundles(group, num_gpus=num_gpus)
         selectors = label_selectors(group, bundles)
     except PlacementError as error:
         raise ArgumentError(str(error)) from None
@@ -60,7 +68,12 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     affordable = min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
     num_ingress_replicas = config.num_ingress_replicas or affordable
     router_surge, ingress_surge = _check_room(
-        config, num_ingress_replicas, slots(group, bundles), nodes, can_grow=can_grow
+        config,
+        num_ingress_replicas,
+        slots(group, bundles),
+        [pool_slot(group, num_gpus=num_gpus)],
+        nodes,
+        can_grow=can_grow,
     )
     log = serve_logging(config.log_format)
     scaling = autoscaling_config(config.autoscaling)
@@ -99,9 +112,31 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         logging_config=log,
     )
     front = ingress_config(config)
-    router = with_version(router, _version(group))
+    pool = [] if config.draft_pool is None else [_draft_pool(config, group, num_gpus)]
+    # Another draft replaces the pool alone: Routers then lease one of its new workers.
+    router = with_version(router, _version(replace(group, draft=None) if pool else group))
     ingress = with_version(ingress, _version(front, keys, config.label_selector.ingress))
-    application: Application = ingress.bind(front, router.bind(group), keys=keys)
+    application: Application = ingress.bind(front, router.bind(group, *pool), keys=keys)
+    return application
+
+
+def _draft_pool(config: AppConfig, group: GroupConfig, num_gpus: float) -> Application:
+    """Return the deployment of the pool's draft workers, bound to its settings."""
+    settings, pool = config.draft_pool, pool_config(group)
+    assert settings is not None
+    scaling = pool_autoscaling_config(settings)
+    drafts: Any = serve.deployment(
+        Drafts,
+        name=DRAFTS,
+        ray_actor_options=pool_options(group, num_gpus=num_gpus),
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=config.hang_timeout_s / FAILED_CHECKS,
+        max_constructor_retry_count=START_TRIES,
+        max_surge_percent=0,  # no text waits for a draft worker, and its GPU is seldom there twice
+        logging_config={**serve_logging(config.log_format), "enable_access_log": False},
+        **({"autoscaling_config": scaling} if scaling else {"num_replicas": settings.replicas}),
+    )
+    application: Application = with_version(drafts, _version(pool)).bind(pool)
     return application
 
 
@@ -120,14 +155,26 @@ def surge_percent(num_replicas: int, room: int) -> int:
 
 
 def _check_room(
-    config: AppConfig, num_ingress_replicas: int, group: list[Slot], nodes: dict[str, Node], *, can_grow: bool
+    config: AppConfig,
+    num_ingress_replicas: int,
+    group: list[Slot],
+    draft: list[Slot],
+    nodes: dict[str, Node],
+    *,
+    can_grow: bool,
 ) -> tuple[int, int]:
     """Return the surge percentages of Routers and Ingresses; report replicas without room."""
     ingress = [Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, config.label_selector.ingress)]
-    num_placed, left = place_groups(ingress, nodes, limit=num_ingress_replicas)
-    if num_placed < num_ingress_replicas:
-        setting = f"num_ingress_replicas is {num_ingress_replicas}"
-        _report_shortage(setting, num_placed, missing(ingress, left), is_fatal=not can_grow, can_grow=can_grow)
+    num_drafts = 0 if config.draft_pool is None else config.draft_pool.replicas
+    left = nodes
+    for setting, slot, number in (
+        ("num_ingress_replicas", ingress, num_ingress_replicas),
+        ("draft_pool.replicas", draft, num_drafts),
+    ):
+        num_placed, left = place_groups(slot, left, limit=number)
+        if num_placed < number:
+            shortages = missing(slot, left)
+            _report_shortage(f"{setting} is {number}", num_placed, shortages, is_fatal=not can_grow, can_grow=can_grow)
     bounds = config.autoscaling
     room, free = place_groups(group, left, limit=bounds.upper_bound)
     if room < bounds.upper_bound:
@@ -135,7 +182,8 @@ def _check_room(
         bound = f"min_replicas is {bounds.min_replicas}" if is_short else f"max_replicas is {bounds.upper_bound}"
         is_fatal = is_short and not can_grow
         _report_shortage(f"autoscaling.{bound}", room, missing(group, free), is_fatal=is_fatal, can_grow=can_grow)
-    num_placed, left = place_groups(ingress, nodes, limit=2 * num_ingress_replicas)
+    _, left = place_groups(draft, nodes, limit=num_drafts)
+    num_placed, left = place_groups(ingress, left, limit=2 * num_ingress_replicas)
     room_beside, _ = place_groups(group, left, limit=2 * bounds.upper_bound)
     has_room_for_two = num_placed == 2 * num_ingress_replicas and room_beside >= room
     return surge_percent(bounds.upper_bound, room_beside), 100 if has_room_for_two else 0

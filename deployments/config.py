@@ -99,7 +99,7 @@ class Autoscaling(BaseModel):
         return self.min_replicas if self.max_replicas is None else self.max_replicas
 
 
-class DraftPool(BaseModel):
+class PoolSize(BaseModel):
     """Number of draft workers that all Routers share, and when it changes."""
 
     model_config = FROZEN
@@ -166,7 +166,7 @@ class AppConfig(BaseModel):
     """Processes that serve HTTP and tokenize; none is one per 8 CPUs of the cluster, at most 4."""
     autoscaling: Annotated[Autoscaling, FROM_JSON] = Autoscaling()
     """Number of Router replicas, and when it changes."""
-    draft_pool: Annotated[DraftPool | None, FROM_JSON, OrNone] = None
+    draft_pool: Annotated[PoolSize | None, FROM_JSON, OrNone] = None
     """Draft workers that all Routers share; none is one for each Router."""
     limits: Annotated[Limits, FROM_JSON] = Limits()
     """Limits of one request."""
@@ -225,15 +225,12 @@ def group_config(config: AppConfig) -> GroupConfig:
         engine=engine,
         target_label_selector=config.label_selector.target,
         draft_label_selector=config.label_selector.draft,
-        **_same_names(GroupConfig, config) | {"draft_pool": config.draft_pool is not None},
+        **_same_names(GroupConfig, config),
     )
 
 
 def pool_config(group: GroupConfig) -> GroupConfig:
-    """Return the settings that a draft worker of a pool reads of those of its groups, and defaults for the others.
-
-    Of the target, it reads the files alone.
-    """
+    """Return what a draft worker of a pool reads of its groups' settings; of the target, it reads files alone."""
     target = ModelConfig(group.target.path, group.target.revision)
     names = ("draft", "engine", "run_ahead", "draft_pool", "draft_label_selector", "start_timeout_s", "log_format")
     return GroupConfig(target, **{name: getattr(group, name) for name in names})
@@ -251,6 +248,7 @@ class IngressConfig:
     stream_interval_s: float
     cors_allow_origins: tuple[str, ...]
     page: Literal["on", "off", "demo"]
+    draft_pool: bool
     start_timeout_s: float
     log_format: LogFormat
 
@@ -262,8 +260,9 @@ def ingress_config(config: AppConfig) -> IngressConfig:
 
 
 def _same_names(section: type[GroupConfig] | type[IngressConfig], config: AppConfig) -> dict[str, Any]:
-    """Return the settings that the application and a section name alike."""
-    return {field.name: getattr(config, field.name) for field in fields(section) if hasattr(config, field.name)}
+    """Return the settings that the application and a section name alike; of the pool, whether there is one."""
+    alike = {field.name: getattr(config, field.name) for field in fields(section) if hasattr(config, field.name)}
+    return alike | {"draft_pool": config.draft_pool is not None}
 
 
 def api_keys(config: AppConfig) -> tuple[str, ...]:

@@ -27,6 +27,12 @@ LONGEST_RETRY_S = 60
 NUM_REQUESTS = "num_requests"
 IS_RECOVERING = "is_recovering"
 """The names under which a Router reports its queue, and whether its target is down, to Serve's autoscaler."""
+UTILISATION = "utilisation"
+"""The name under which a draft worker of a pool reports the share of time in which it drafts."""
+DRAFTS = "Drafts"
+"""The name of the draft pool's deployment."""
+ANSWER_S = 0.1
+"""How long an answer takes to leave a process that is killed after it."""
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error

@@ -102,8 +102,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is running or waiting."""
-        return self.num_requests > 0
+        """Whether any request is running or waiting, or a round is in flight."""
+        return self.num_requests > 0 or self._flight is not None
 
     @property
     def num_requests(self) -> int:
@@ -174,40 +174,48 @@ class Engine:
         for done in self._committed:
             done.outputs = [entry for entry in done.outputs if entry[1].request_id != request_id]
         if not self.has_work:
-            self._forget_rounds()
+            self._round_ended = None
 
     def reset(self) -> None:
         """Recompute every running request from its committed tokens, after the target lost its KV cache."""
         self.scheduler.reset()
-        self._forget_rounds()
+        self._round_ended = None
+        if self._flight is not None and isinstance(self._flight.verdicts, asyncio.Future):
+            # What became of it is of no interest; asyncio would log an error that nobody has seen.
+            self._flight.verdicts.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._flight.verdicts.cancel()
+        self._flight = None
 
     async def step(self) -> list[RequestOutput]:
         """Run one round and return its outputs; errors as of `run_round`."""
         await self.run_round()
         return self.take_outputs()
 
-    async def run_round(self, before_verify: Callable[[], object] = lambda: None) -> None:
+    async def run_round(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Run one round; `take_outputs` returns what it commits.
 
-        With two cohorts, begin the round of one and end that of the other, which the call before began.
+        With two cohorts, end the round of one once that of the other has begun, which the next call ends.
 
         Args:
-            before_verify: called once drafts are proposed, right before the target gets the round.
+            meanwhile: called once, when the target computes, or is about to get its round.
 
         Raises:
             TargetError: the round failed and committed nothing; call `reset` and step again.
             DrafterError: the drafter proposed an invalid draft; nothing was computed.
         """
         self.scheduler.num_cohorts = self.planner.choose_cohorts(self.scheduler.num_decoding)
-        earlier = self._flight
-        if earlier is None or self.scheduler.num_cohorts > 1:
-            self._flight = await self._begin(before_verify)
-        if self.scheduler.num_cohorts == 1:
-            earlier, self._flight = earlier or self._flight, None
-        if earlier is not None:
-            await self._end(earlier)
+        if self._flight is None:
+            self._flight = await self._begin(meanwhile)
+        else:
+            meanwhile()
+        flight, later = self._flight, None
+        if flight is not None and self.scheduler.num_cohorts > 1:
+            later = await self._begin()
+        self._flight = later
+        if flight is not None:
+            await self._end(flight)
 
-    async def _begin(self, before_verify: Callable[[], object]) -> _Flight | None:
+    async def _begin(self, before_verify: Callable[[], object] = lambda: None) -> _Flight | None:
         """Propose for the next batch and send it to the target; with one cohort, `_end` sends it."""
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
@@ -221,11 +229,13 @@ class Engine:
             raise
         proposed = self._clock()
         before_verify()
-        if not batch:
+        # Those that were aborted meanwhile have lost their blocks.
+        running = {id(sequence.request) for sequence in self.scheduler.running}
+        drafted = [(row, draft) for row, draft in zip(batch, drafts, strict=True) if id(row.request) in running]
+        if not drafted:
             return None
-        verdicts: Awaitable[list[Verdict]] = self.verifier.verify(
-            [row.verify(draft) for row, draft in zip(batch, drafts, strict=True)]
-        )
+        batch = [row for row, _ in drafted]
+        verdicts: Awaitable[list[Verdict]] = self.verifier.verify([row.verify(draft) for row, draft in drafted])
         if self.scheduler.num_cohorts > 1:
             verdicts = asyncio.ensure_future(verdicts)
         return _Flight(plan, batch, verdicts, started, proposed - asked, self._clock())
@@ -248,15 +258,6 @@ class Engine:
             if sequence.finish_reason is not None:
                 self._release(sequence.request.request_id)
         self._round_ended = ended if self.has_work else None
-
-    def _forget_rounds(self) -> None:
-        """Drop the round in flight, if any: the engine is idle, or the target has lost it."""
-        self._round_ended = None
-        if self._flight is not None and isinstance(self._flight.verdicts, asyncio.Future):
-            # What became of it is of no interest; asyncio would log an error that nobody has seen.
-            self._flight.verdicts.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._flight.verdicts.cancel()
-        self._flight = None
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return the outputs of all rounds since the last call, with their texts, and count them."""

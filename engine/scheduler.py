@@ -96,6 +96,7 @@ class Scheduler:
         if self.states.chunk:  # a slot holds the updates of k draft tokens
             longest = k
         rows: list[ScheduledRow] = []
+        self._lacks_blocks = False
         # Decoding rows first, so that a long prompt does not delay them.
         for sequence in sorted(self._cohort, key=lambda s: not s.is_decoding):
             if budget <= 0:
@@ -107,10 +108,8 @@ class Scheduler:
                 rows.append(row)
                 budget -= row.length + row.num_draft_tokens
                 longest -= max(0, row.num_draft_tokens - k)
-        self._lacks_blocks = False
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and len(rows) < self._share:
-            admitted = self._admit(self.waiting.first, budget, plan)
-            if admitted is None:
+            if self._lacks_blocks or (admitted := self._admit(self.waiting.first, budget, plan)) is None:
                 self._lacks_blocks = True
                 break
             rows.append(admitted)
@@ -187,11 +186,13 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, row: ScheduledRow, batch: list[ScheduledRow]) -> bool:
         """Allocate a row's blocks, preempting other requests that are not in flight.
 
-        Returns False if that preempts the row itself, or if the row waits for requests in flight that come after it.
+        Returns False if that preempts the row itself, or if the row waits for requests in flight that come after it;
+        then nobody is admitted, who would take the blocks that it waits for.
         """
         while not self._grow(sequence, row):
             last, victim = _last(self.running), _last([s for s in self.running if not s.is_in_flight])
             if victim is sequence and last.is_in_flight:
+                self._lacks_blocks = True
                 return False
             self._requeue(victim)
             self.stats.num_preemptions += 1

@@ -88,12 +88,16 @@ class Acknowledged:
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self._tables: dict[str, tuple[Sequence[int], int]] = {}
-        self._requested: set[str] = set()
+        self._requested: dict[str, Request] = {}
         self._released: set[str] = set()
+
+    def expect(self, rows: Sequence[ProposeRow | VerifyRow]) -> None:
+        """Record that a request for these rows is about to be sent."""
+        self._requested.update((row.request.request_id, row.request) for row in rows)
 
     def deltas(self, rows: Sequence[ProposeRow | VerifyRow]) -> tuple[list[PrefixDelta], list[str]]:
         """Return the deltas that a request for `rows` must carry, and the ids that have ended."""
-        self._requested.update(row.request.request_id for row in rows)
+        self.expect(rows)
         return [self._delta(row) for row in rows], list(self._released)
 
     def acknowledge(self, released: Iterable[str], rows: Iterable[ProposeRow | VerifyRow]) -> None:
@@ -101,9 +105,9 @@ class Acknowledged:
         self._released.difference_update(released)
         for row in rows:
             request_id = row.request.request_id
-            self._requested.discard(request_id)
-            if request_id in self._released:
+            if not self.awaits(row.request):
                 continue
+            del self._requested[request_id]
             self._lengths[request_id] = len(row.request.token_ids)
             if isinstance(row, VerifyRow):
                 self._tables[request_id] = row.block_ids, len(row.block_ids)
@@ -112,8 +116,12 @@ class Acknowledged:
         """Forget a request that has ended; if the worker may hold it, tell it with the next request."""
         if request_id in self._lengths or request_id in self._requested:
             self._released.add(request_id)
-        self._requested.discard(request_id)
+        self._requested.pop(request_id, None)
         self.forget([request_id])
+
+    def awaits(self, request: Request) -> bool:
+        """Return whether a request is about to be sent, or has no reply yet, and has not ended."""
+        return self._requested.get(request.request_id) is request
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Assume that the worker does not hold these requests."""

@@ -91,7 +91,12 @@ class SharedCache(DraftCache):
 
 
 class DraftPool:
-    """Drafts for the groups that have joined; `step` does the next thing."""
+    """Drafts for the groups that have joined; `step` does the next thing.
+
+    Attributes:
+        num_proposals: the proposals that were drafted since the start.
+        num_batches: the batches in which they were drafted.
+    """
 
     def __init__(
         self, draft: DraftModel, engine: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
@@ -107,6 +112,7 @@ class DraftPool:
         """Drafts for all groups that do not run ahead."""
         self._merges = not (draft.run_ahead and method.drafts_trees)
         """Whether rounds without running ahead are drafted by it; a tree that was kept belongs to its own drafter."""
+        self.num_proposals = self.num_batches = 0
         self._clock = clock
         self._groups: dict[int, _Group] = {}
         self._waiting: list[_Proposal] = []
@@ -173,7 +179,9 @@ class DraftPool:
                     self._draft_rows(shares)
         except Exception as error:  # an error costs these groups one round's drafts, not this process
             logger.exception("Drafting failed")
-            for proposal, _ in shares:
+            for proposal in {one for one, _ in shares} & set(self._waiting):
+                for row in proposal.rows:  # what the cache holds of them may not have been computed
+                    self._forget(row.request.request_id)
                 self._reply(proposal, f"{type(error).__name__}: {error}")
         return True
 
@@ -208,10 +216,12 @@ class DraftPool:
                 ahead.stop()
         drafts = iter(run_in_process(drafter.propose([row for one, count in shares for row in one.missing[:count]])))
         seconds = self._clock() - started
+        self.num_batches += 1
         for proposal, count in shares:
             proposal.compute_s += seconds
             proposal.drafts += itertools.islice(drafts, count)
             if not proposal.missing:
+                self.num_proposals += 1
                 self._reply(proposal)
 
     def _reply(self, proposal: _Proposal, problem: str = "") -> None:
@@ -260,7 +270,7 @@ def share_rows(proposals: Sequence[_Proposal], room: int) -> list[tuple[_Proposa
         count = min(len(proposal.missing), -(-room // num_left))
         room -= count
         shares.append((proposal, count))
-    return [(proposal, count) for proposal, count in shares if count]
+    return [(proposal, count) for proposal, count in shares if count or not proposal.missing]
 
 
 def _name(version: int, request_id: str) -> str:

@@ -15,14 +15,13 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cluster.config import GroupConfig, suited_to_models
-from cluster.leases import Lease
-from cluster.memory_plan import plan_devices
-from cluster.placement import DRAFT_CORES
-from cluster.transport import Server
+from cluster.config import DRAFT_CORES, GroupConfig, suited_to_models
+from cluster.transport import Endpoint, Server
 from engine.config import ModelInfo
 from engine.errors import TargetError
+from engine.execution.memory import plan_cache
 from engine.models.registry import open_model
+from engine.models.source import shared_tokens
 
 if TYPE_CHECKING:
     from cluster.workers.draft_pool import DraftPool
@@ -39,6 +38,21 @@ _USED_S = 10
 _TICK_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A Router's use of one draft worker of the pool; it ends when the Router has been silent for a while.
+
+    Attributes:
+        worker: the id of the worker's process.
+        version: of this lease; the worker ignores messages of another.
+    """
+
+    worker: str
+    version: int
+    endpoint: Endpoint
+    info: ModelInfo
+
+
 @dataclass(slots=True)
 class _Client:
     """A lease as the worker keeps it: its server, its most rows, and when its Router was last heard."""
@@ -46,6 +60,7 @@ class _Client:
     server: Server
     num_rows: int
     heard: float
+    has_ended: bool = False
 
 
 class PoolWorker:
@@ -61,13 +76,13 @@ class PoolWorker:
         self._backend: Backend
         self._versions = itertools.count(1)
         self._clients: dict[int, _Client] = {}
-        self._new: deque[int] = deque()
         self._lock = threading.Lock()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._is_closing = threading.Event()
         self._used: deque[list[float]] = deque(maxlen=_USED_S + 1)
         """Per second in which there was work, the second and how long that took."""
+        self._working_since: float | None = None
 
     def load(self) -> ModelInfo:
         """Load the draft with a cache of all memory of its device; raise ModelError if it cannot be served."""
@@ -79,14 +94,13 @@ class PoolWorker:
         draft = replace(self._config.draft, num_threads=self._config.draft.num_threads or DRAFT_CORES)
         source, target = open_model(draft), open_model(self._config.target)
         config = suited_to_models(self._config, target, source)
+        shared_tokens(target, source)
         num_seqs = config.engine.max_num_seqs
-        engine = replace(
-            config.engine,
-            max_num_seqs=_GROUPS_PER_WORKER * num_seqs,
-            num_states=config.engine.num_states or 2 * num_seqs + 4,
-        )
+        num_states = config.engine.num_states or 2 * num_seqs + 4
+        engine = replace(config.engine, max_num_seqs=_GROUPS_PER_WORKER * num_seqs, num_states=num_states)
         surveyed = survey(source, engine)
-        engine = replace(engine, **plan_devices({"draft": [(self._node_id, surveyed)]}, engine)["draft"]._asdict())
+        cache = plan_cache(surveyed.free_bytes, [surveyed.footprint], engine, device=surveyed.device)
+        engine = replace(engine, **cache._asdict())
         has_time = surveyed.device != "cpu" or (os.cpu_count() or 1) > 2
         run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and has_time)
         run_ahead = run_ahead and engine.verification in config.method.runs_ahead
@@ -103,25 +117,31 @@ class PoolWorker:
         info, engine = self._backend.info, self._engine
         assert engine.num_blocks is not None
         blocks_per_context = -(-(info.max_model_len + engine.num_speculative_tokens) // engine.block_size)
-        server = Server(self._host, self._node_id, identity)
         with self._lock:
-            needed = sum(blocks_per_context + one.num_rows for one in self._clients.values())
-            needed += blocks_per_context + num_rows
+            leased = [client for client in self._clients.values() if not client.has_ended]
+            needed = sum(blocks_per_context + rows for rows in (num_rows, *(one.num_rows for one in leased)))
             if needed > engine.num_blocks or self._is_closing.is_set():
-                server.stop()
-                counts = f"{engine.num_blocks} KV blocks, and its {len(self._clients)} leases"
-                problem = "ends" if self._is_closing.is_set() else f"has {counts} with this of {num_rows} need {needed}"
-                raise TargetError(f"draft worker {self._worker} {problem}")
-            version = next(self._versions)
+                has = (
+                    f"has {engine.num_blocks} KV blocks; {len(leased)} leases and one of {num_rows} rows need {needed}"
+                )
+                raise TargetError(f"draft worker {self._worker} {'ends' if self._is_closing.is_set() else has}")
+            version, server = next(self._versions), Server(self._host, self._node_id, identity)
             self._clients[version] = _Client(server, num_rows, time.monotonic())
-        self._new.append(version)
         self._wake()
         return Lease(self._worker, version, server.endpoint, info)
+
+    def end_one(self) -> None:
+        """End the latest lease, so that its Router takes another, which may be of a worker with fewer."""
+        with self._lock:
+            for client in [client for client in self._clients.values() if not client.has_ended][-1:]:
+                client.has_ended = True
+        self._wake()
 
     @property
     def num_leases(self) -> int:
         """How many Routers use this worker."""
-        return len(self._clients)
+        with self._lock:
+            return sum(not client.has_ended for client in self._clients.values())
 
     @property
     def utilisation(self) -> float:
@@ -129,26 +149,41 @@ class PoolWorker:
         now = int(time.monotonic())
         return sum(seconds for second, seconds in list(self._used) if now - _USED_S <= second < now) / _USED_S
 
+    @property
+    def num_proposals(self) -> int:
+        """How many proposals were drafted since the start."""
+        return self._pool.num_proposals
+
+    @property
+    def num_passes(self) -> int:
+        """In how many batches of proposals that was."""
+        return self._pool.num_batches
+
+    def check(self) -> None:
+        """Raise TargetError if a pass of the model hangs."""
+        since, limit_s = self._working_since, self._config.hang_timeout_s
+        if since is not None and time.monotonic() - since > limit_s:
+            raise TargetError(f"draft worker {self._worker} computes for longer than {limit_s:g} s")
+
     def serve(self) -> None:
         """Answer proposals until `close`; an error that ends it is raised, and ends all leases."""
         self._backend.enter_thread()
         is_working = may_idle = False
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_receiver, selectors.EVENT_READ, None)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
             try:
                 while not self._is_closing.is_set():
                     events = selector.select(0 if is_working else _TICK_S)
-                    started = time.monotonic()
-                    self._take_leases(selector)
+                    self._working_since = started = time.monotonic()
+                    self._update_leases(selector, started)
                     for key, _ in events:
                         self._read(key.data)
                     if events or is_working:
-                        is_working = self._pool.step()
-                        may_idle = True
+                        is_working, may_idle = self._pool.step(), True
                         self._note_use(started)
                     elif may_idle:
                         may_idle = self._backend.idle()
-                    self._end_silent_leases(selector, started)
+                    self._working_since = None
             finally:
                 self.close()
                 for client in self._clients.values():
@@ -159,31 +194,29 @@ class PoolWorker:
         self._is_closing.set()
         self._wake()
 
-    def _take_leases(self, selector: selectors.BaseSelector) -> None:
-        while self._new:
-            version = self._new.popleft()
-            client = self._clients[version]
-            self._pool.join(version, 4 * client.num_rows)
-            selector.register(client.server.selectable, selectors.EVENT_READ, version)
-
-    def _read(self, version: int | None) -> None:
-        if version is None:
-            self._wake_receiver.recv(4096)
-            return
-        client = self._clients[version]
-        for request in client.server.receive():
-            client.heard = time.monotonic()
-            self._pool.submit(version, request, client.server.send)
-
-    def _end_silent_leases(self, selector: selectors.BaseSelector, now: float) -> None:
+    def _update_leases(self, selector: selectors.BaseSelector, now: float) -> None:
+        """Serve new leases, and end those whose Router is silent."""
+        served = {key.data: key.fileobj for key in selector.get_map().values() if key.data is not None}
         for version, client in list(self._clients.items()):
-            if now - client.heard > LEASE_S and version not in self._new:
-                logger.info("Lease %d ended: its Router was silent for %g s", version, LEASE_S)
-                selector.unregister(client.server.selectable)
+            if version not in served:
+                self._pool.join(version, 4 * client.num_rows)
+                selector.register(client.server.selectable, selectors.EVENT_READ, version)
+            elif client.has_ended or now - client.heard > LEASE_S:
+                reason = "it was ended" if client.has_ended else f"its Router was silent for {LEASE_S:g} s"
+                logger.info("Lease %d ended: %s", version, reason)
+                selector.unregister(served[version])
                 client.server.stop()
                 self._pool.leave(version)
                 with self._lock:
                     del self._clients[version]
+
+    def _read(self, version: int | None) -> None:
+        if version is None:
+            self._wake_receiver.recv(4096)
+        elif (client := self._clients.get(version)) is not None:
+            for request in client.server.receive():
+                client.heard = time.monotonic()
+                self._pool.submit(version, request, client.server.send)
 
     def _note_use(self, started: float) -> None:
         now = time.monotonic()

@@ -77,7 +77,7 @@ class Ingress:
         bind_replica()
         with limited_start(config.start_timeout_s):
             host, target = ray.util.get_node_ip_address(), target_id(config.target)
-            client = await ServeRouters.open(routers, host, target=target)
+            client = await ServeRouters.open(routers, host, target=target, has_pool=self.config.draft_pool)
             self._draining = in_background(end_at_shutdown(client.end_all), name="end streams at a shutdown")
             await self._start(client)
 

@@ -140,7 +140,7 @@ class RoundLoop:
             calls = self._metrics.calls()
             is_prefill = self._engine.scheduler.has_prompts
             try:
-                await self._engine.run_round(before_verify=self._begin_delivery)
+                await self._engine.run_round(meanwhile=self._begin_delivery)
             except TargetError as error:
                 await self._delivery
                 await self._recover(error)
@@ -156,7 +156,7 @@ class RoundLoop:
             self._metrics.observe_round(calls, round_s=now - started, delivery_s=now - stepped, is_prefill=is_prefill)
 
     def _begin_delivery(self) -> None:
-        """Deliver the outputs of earlier rounds once the round's task waits for the target."""
+        """Deliver the outputs of earlier rounds once the round's task waits for a worker, while the target computes."""
 
         async def deliver() -> None:
             self._deliver()

@@ -8,20 +8,25 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 from msgspec import structs
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from cluster.config import GroupConfig
 from cluster.group import SpeculationGroup
 from cluster.transport import InboxAddress
+from deployments.config import pool_config
 from deployments.observe.logs import in_background, limited_start, set_log_format
 from deployments.observe.metrics import ReplicaMetrics, RouterMetrics
 from deployments.ray_internals import bind_replica
 from deployments.router.delivery import Delivery
+from deployments.router.draft_leases import ServeLeases
 from deployments.router.round_loop import RoundLoop
 from deployments.routing.prefixes import landmarks
 from deployments.wire import (
+    ANSWER_S,
     IS_RECOVERING,
     NUM_REQUESTS,
     REPORT_INTERVAL_S,
@@ -40,9 +45,6 @@ from engine.models.registry import refused_fields
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
-ANSWER_S = 0.1
-"""How long an answer takes to leave this process, which is killed after it."""
-
 
 class WrongTargetError(TargetError):
     """The request is for another target than this Router serves."""
@@ -51,9 +53,15 @@ class WrongTargetError(TargetError):
 class Router:
     """One replica: one engine, one speculation group."""
 
-    async def __init__(self, config: GroupConfig) -> None:  # type: ignore[misc]
-        """Place and load the group; the replica is ready when this returns. Errors as of `SpeculationGroup.start`."""
+    async def __init__(  # type: ignore[misc]
+        self, config: GroupConfig, drafts: DeploymentHandle[Any] | None = None
+    ) -> None:
+        """Place and load the group; the replica is ready when this returns. Errors as of `SpeculationGroup.start`.
+
+        `drafts` is the handle of the draft pool's deployment, if there is one.
+        """
         self._exit = AsyncExitStack()
+        self._leases = None if drafts is None else ServeLeases(drafts, pool_config(config).target)
         set_log_format(config.log_format)
         bind_replica()
         with limited_start(config.start_timeout_s):
@@ -63,7 +71,7 @@ class Router:
         started = time.monotonic()
         draft = settings.target.head or (settings.draft.path if settings.draft else "(none)")
         logger.info("loading the target %s and the draft %s", settings.target.path, draft)
-        self._group = await SpeculationGroup.start(settings)
+        self._group = await SpeculationGroup.start(settings, self._leases)
         self._exit.push_async_callback(self._group.stop)
         target = self._group.target_info
         self._engine = Engine(
@@ -140,7 +148,12 @@ class Router:
         return ReplicaMetrics(self._id, self._metrics.collect())
 
     async def kill(self, process: str) -> bool:
-        """Kill this process (router), or a worker's (draft, target); return whether there is such a process."""
+        """Kill this process (router), or a worker's (draft, target); return whether there is such a process.
+
+        A draft worker of the pool is lost to all its Routers.
+        """
+        if process == "draft" and self._leases is not None:
+            return await self._leases.kill(self._group.lease)
         if process != "router":
             return self._group.kill(process)
         asyncio.get_running_loop().call_later(ANSWER_S, os.kill, os.getpid(), signal.SIGKILL)

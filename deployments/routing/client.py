@@ -19,7 +19,7 @@ from deployments.routing.loads import LOADS, Heard
 from deployments.routing.moving import plan_moves
 from deployments.routing.prefixes import prefix_hashes
 from deployments.routing.resumable_stream import ResumableStream
-from deployments.wire import Description, Generation, Report, decode
+from deployments.wire import DRAFTS, Description, Generation, Report, decode
 from engine.errors import TargetError
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -38,11 +38,12 @@ ANSWER_TIMEOUT_S = 2.0
 class ServeRouters:
     """The Routers, and the open requests of this Ingress."""
 
-    def __init__(self, handle: Any, target: str | None) -> None:
+    def __init__(self, handle: Any, target: str | None, *, has_pool: bool = False) -> None:
         context = serve.get_replica_context()
         self._replica = context.replica_tag
-        self._ingresses = serve.get_deployment_handle(context.deployment, context.app_name)
         self._handle = handle
+        names = [context.deployment, *([DRAFTS] if has_pool else [])]
+        self._measured = [*(serve.get_deployment_handle(name, context.app_name) for name in names), handle]
         # Not by reference: an object in Ray's store for every request would take longer.
         self._generate = handle.generate.options(stream=True, _by_reference=False)
         self._target_id = target
@@ -54,13 +55,13 @@ class ServeRouters:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def open(cls, handle: Any, host: str, *, target: str | None = None) -> "ServeRouters":
+    async def open(cls, handle: Any, host: str, *, target: str | None = None, has_pool: bool = False) -> "ServeRouters":
         """Open an inbox on this node's address, and stay subscribed to all Routers.
 
         `target` is the `target_id` of the only target that may serve requests; None is any. During an update, old
-        Routers run until new ones are ready.
+        Routers run until new ones are ready. `has_pool` says that there is a draft pool, which has metrics, too.
         """
-        routers = cls(handle, target)
+        routers = cls(handle, target, has_pool=has_pool)
         routers._inbox = await Inbox.open(host, routers._deliver)
         routers._tasks = [
             in_background(routers._keep_subscribed(), name="subscribe to Routers"),
@@ -170,8 +171,8 @@ class ServeRouters:
         return ReplicaMetrics(self._replica, self._metrics.collect())
 
     async def collect(self) -> list[ReplicaMetrics]:
-        """Return the metrics of every Ingress and every Router that answers."""
-        answers = await asyncio.gather(ask_all(self._ingresses, "collect"), ask_all(self._handle, "collect"))
+        """Return the metrics of every Ingress, Router and draft worker of a pool that answers."""
+        answers = await asyncio.gather(*(ask_all(handle, "collect") for handle in self._measured))
         metrics = {answer.replica: answer for answer in chain(*answers) if isinstance(answer, ReplicaMetrics)}
         # Serve does not list this replica while it starts, and perhaps not while it ends.
         return list({self._replica: self.collect_here(), **metrics}.values())

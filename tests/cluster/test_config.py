@@ -21,8 +21,8 @@ def test_a_draft_worker_is_there_for_a_method_that_runs_in_one() -> None:
 
 def test_a_group_needs_no_room_for_a_draft_worker_that_it_leases() -> None:
     pooled = replace(CONFIG, draft_pool=True)
-    assert (CONFIG.places_draft, pooled.places_draft, pooled.has_draft_worker) == (True, False, True)
-    assert not replace(CONFIG, draft=None).places_draft
+    assert (CONFIG.places_draft_worker, pooled.places_draft_worker, pooled.has_draft_worker) == (True, False, True)
+    assert not replace(CONFIG, draft=None).places_draft_worker
 
 
 def test_a_draft_never_runs_ahead_of_an_encoder_decoder(tmp_path: Path) -> None:

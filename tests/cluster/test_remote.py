@@ -299,8 +299,17 @@ async def test_confidences_stay_with_the_engine():
     side, draft = TargetSide(), Draft([5, 6], [-1, 0], [[5], [6]], [[1.0], [1.0]], confidences=[0.75, 0.5])
     [verdict] = await side.verifier.verify([replace(verify_row("a", [1]), draft=draft)])
     [[row]] = side.verifiers[0].seen
-    assert row.draft == replace(draft, confidences=None)
+    assert row.draft == draft
+    assert row.draft.confidences is None
     assert verdict.draft is draft
+
+
+async def test_the_confidences_of_a_draft_reach_the_engine():
+    made = Draft([5, 6], [-1, -1], confidences=[0.75, 0.1])
+    drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
+    drafter.connect(answering(lambda request: Drafts(request.round, request.version, 0.0, [made])))
+    [draft] = await drafter.propose([propose_row("a", [1])])
+    assert (draft.token_ids, draft.confidences) == ([5, 6], [0.75, 0.1])
 
 
 async def test_ranks_that_evicted_a_prefix_are_told_again():

@@ -6,8 +6,16 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
-from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS, QueueDepthPolicy, autoscaling_config
-from deployments.config import Autoscaling
+from deployments.autoscaling import (
+    IS_RECOVERING,
+    NUM_REQUESTS,
+    UTILISATION,
+    QueueDepthPolicy,
+    UtilisationPolicy,
+    autoscaling_config,
+    pool_autoscaling_config,
+)
+from deployments.config import Autoscaling, PoolSize
 
 POLICY = QueueDepthPolicy(requests_per_replica=10)
 
@@ -73,6 +81,49 @@ def test_serve_gets_the_policy_and_the_bounds(recwarn: pytest.WarningsRecorder) 
     assert (config.min_replicas, config.max_replicas) == (2, 5)
     assert config.policy.policy_kwargs == {"requests_per_replica": 7}
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("busy", "target", "expected"),
+    [
+        ([], 2, 2),
+        ([0.0], 1, 1),
+        ([0.7], 1, 1),
+        ([0.75], 1, 2),
+        ([1.0], 1, 2),
+        ([1.0, 1.0], 2, 3),
+        ([1.0], 2, 2),
+        ([0.25, 0.2], 2, 2),
+        ([0.2, 0.2], 2, 1),
+        ([0.0, 0.0, 0.0], 3, 1),
+    ],
+    ids=str,
+)
+def test_draft_workers_follow_their_utilisation(busy: list[float], target: int, expected: int) -> None:
+    metrics = {UTILISATION: {str(number): value for number, value in enumerate(busy)}} if busy else {}
+    context: Any = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=target)
+    assert UtilisationPolicy()(context) == (expected, {})
+
+
+@pytest.mark.parametrize("load", [number / 20 for number in range(61)])
+def test_draft_workers_settle_under_a_steady_load(load: float) -> None:
+    """Their number does not swing between two values, from wherever it starts."""
+    policy = UtilisationPolicy()
+    for target in range(1, 6):
+        seen = [target]
+        for _ in range(8):
+            metrics = {UTILISATION: {str(number): min(1.0, load / seen[-1]) for number in range(seen[-1])}}
+            context: Any = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=seen[-1])
+            seen.append(policy(context)[0])
+        assert len(set(seen[-3:])) == 1
+
+
+def test_a_pool_of_a_fixed_size_does_not_scale() -> None:
+    assert pool_autoscaling_config(PoolSize(replicas=2)) is None
+    config = pool_autoscaling_config(PoolSize(replicas=1, max_replicas=3))
+    assert config is not None
+    assert (config.min_replicas, config.max_replicas) == (1, 3)
+    assert config.policy.get_policy() is UtilisationPolicy
 
 
 def test_a_step_is_decided_on_within_3_seconds() -> None:

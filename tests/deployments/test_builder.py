@@ -10,13 +10,25 @@ from deployments import builder
 from deployments.builder import surge_percent
 from deployments.config import AppConfig, ArgumentError
 from deployments.ingress.draining import LAST_WORDS_S
+from deployments.wire import DRAFTS
+
+LAPTOP = {"a": Node({"CPU": 16.0})}
+POOLED: dict[str, Any] = {"draft_pool": {"replicas": 2}}
 
 
 def deployments(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """The Ingress and the Router that an application is made of."""
-    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 16.0})})
+    monkeypatch.setattr(builder, "_nodes", lambda: LAPTOP)
     bound: Any = builder.app(config)._bound_deployment
     return bound, bound.init_args[1]._bound_deployment
+
+
+def pool_of(nodes: dict[str, Node], monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> tuple[Any, Any]:
+    """The Router and the draft pool of an application on these nodes."""
+    monkeypatch.setattr(builder, "_nodes", lambda: nodes)
+    ingress: Any = builder.app(AppConfig.model_validate(POOLED | arguments))._bound_deployment
+    router = ingress.init_args[1]._bound_deployment
+    return router, router.init_args[1]._bound_deployment
 
 
 def test_serves_own_queue_is_longer_than_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +151,59 @@ def test_a_replica_that_autoscaling_removes_drains_for_as_long_as_a_request_may_
     assert timeout_s == AppConfig().limits.request_timeout_s + LAST_WORDS_S
 
 
+def test_routers_get_the_pool_that_drafts_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = {"label_selector": {"target": {"pool": "big"}, "draft": {"pool": "small"}}}
+    nodes = {
+        "a": Node({"CPU": 16.0, "GPU": 4.0}, {"pool": "big"}),
+        "b": Node({"CPU": 4.0, "GPU": 2.0}, {"pool": "small"}),
+    }
+    router, drafts = pool_of(nodes, monkeypatch, tensor_parallel_size=4, **labels)
+    assert [bundle.get("GPU", 0) for bundle in router._replica_config.placement_group_bundles] == [0, 4]
+    assert router._replica_config.placement_group_bundle_label_selector == [{"pool": "big"}] * 2
+    assert (drafts.name, drafts.num_replicas) == (DRAFTS, 2)
+    options = drafts._replica_config.ray_actor_options
+    assert (options["num_gpus"], options["label_selector"]) == (1, {"pool": "small"})
+    (pool,) = drafts.init_args
+    assert (pool.draft_pool, pool.draft) == (True, router.init_args[0].draft)
+    assert router.init_args[0].draft_pool
+    _, alone = deployments(AppConfig(), monkeypatch)
+    assert len(alone.init_args) == 1
+
+
+def test_draft_workers_are_fixed_or_follow_their_utilisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, drafts = pool_of(LAPTOP, monkeypatch, draft_pool={"replicas": 1, "max_replicas": 3})
+    scaling = drafts._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 3)
+    assert scaling.policy.get_policy().__name__ == "UtilisationPolicy"
+
+
+def test_a_cluster_without_room_for_the_pool_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A group has 0.5 CPU, an Ingress 0.1 and a draft worker 0.2, which the groups do not take."""
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 0.7})})
+    config = AppConfig.model_validate(POOLED | {"draft_pool": {"replicas": 4}})
+    message = (
+        "draft_pool.replicas is 4, but the cluster has room for 3: no node has room for a draft worker of the pool"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        builder.build(config, can_grow=False)
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 0.9})})
+    with pytest.raises(ArgumentError, match=r"autoscaling.min_replicas is 1, but the cluster has room for 0"):
+        builder.build(config, can_grow=False)
+    pool_of({"a": Node({"CPU": 0.9})}, monkeypatch, draft_pool={"replicas": 5})
+    assert "draft_pool.replicas is 5, but the cluster has room for 4" in caplog.text
+    assert "the others wait for more nodes" in caplog.text
+
+
+@pytest.mark.parametrize(("num_gpus", "percent"), [(3, 0), (4, 100)])
+def test_the_gpus_of_the_pool_are_no_room_for_a_second_group(
+    num_gpus: int, percent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, _ = pool_of({"a": Node({"CPU": 64.0, "GPU": float(num_gpus)})}, monkeypatch)
+    assert router._deployment_config.max_surge_percent == percent
+
+
 SERVES_OWN = "of the application"
 
 
@@ -153,6 +218,37 @@ def versions(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> dict[str, str
         received[deployment.name] = config.to_proto().version
         assert deployment._version == received[deployment.name] != SERVES_OWN
     return received
+
+
+@pytest.mark.parametrize(
+    ("arguments", "restarted"),
+    [
+        ({"draft_pool": {"replicas": 1, "max_replicas": 2}}, set()),
+        ({"draft_model": "/models/other"}, {"Drafts"}),
+        ({"draft_quantization": "int8"}, {"Drafts"}),
+        ({"label_selector": {"draft": {"pool": "small"}}}, {"Drafts", "Router"}),
+        ({"target_quantization": "int8"}, {"Router", "Ingress"}),
+        ({"tensor_parallel_size": 2}, {"Router", "Ingress"}),
+        ({"round_timeout_s": 9.0}, {"Router"}),
+        ({"target_model": "/models/other"}, {"Drafts", "Router", "Ingress"}),
+        ({"num_speculative_tokens": 2}, {"Drafts", "Router"}),
+        ({"limits": {"max_n": 3}}, {"Ingress"}),
+    ],
+    ids=lambda value: " and ".join(sorted(value)) if isinstance(value, set) else str(value),
+)
+def test_a_changed_setting_restarts_of_the_pool_what_reads_it(
+    arguments: dict[str, Any], restarted: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = {"target_model": "/models/target", "draft_model": "/models/draft"}
+    before, after = versions(monkeypatch, **pair | POOLED), versions(monkeypatch, **pair | POOLED | arguments)
+    assert before.keys() == {"Drafts", "Router", "Ingress"}
+    assert {name for name in before if before[name] != after[name]} == restarted
+
+
+def test_a_pool_instead_of_own_drafts_replaces_routers_and_ingresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Ingress asks the pool for its metrics."""
+    before, after = versions(monkeypatch), versions(monkeypatch, **POOLED)
+    assert {name for name in before if before[name] != after[name]} == {"Router", "Ingress"}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from deployments.config import (
     AppConfig,
     ArgumentError,
     Autoscaling,
-    DraftPool,
     Limits,
+    PoolSize,
     api_keys,
     group_config,
     ingress_config,
@@ -21,7 +21,7 @@ from tests.engine.heads.files import head_settings, save_head
 SELF_DRAFT = {"drafting": "self", "self_draft_layers": 3}
 
 
-@pytest.mark.parametrize("model", [AppConfig, Limits, Autoscaling, DraftPool])
+@pytest.mark.parametrize("model", [AppConfig, Limits, Autoscaling, PoolSize])
 def test_every_field_has_a_description_and_a_default(model: type[BaseModel]) -> None:
     assert not [name for name, field in model.model_fields.items() if not field.description or field.is_required()]
 
@@ -204,9 +204,9 @@ def test_a_head_goes_with_the_target_of_a_group_and_names_what_is_served(tmp_pat
 @pytest.mark.parametrize("value", ['{"replicas": 2}', {"replicas": 2}])
 def test_a_pool_of_drafts_reaches_the_group_as_a_lease_instead_of_a_worker(value: object) -> None:
     config = AppConfig.model_validate({"draft_pool": value})
-    assert config.draft_pool == DraftPool(replicas=2)
+    assert config.draft_pool == PoolSize(replicas=2)
     group = group_config(config)
-    assert (group.draft_pool, group.has_draft_worker, group.places_draft) == (True, True, False)
+    assert (group.draft_pool, group.has_draft_worker, group.places_draft_worker) == (True, True, False)
     for none in ("none", None):
         assert AppConfig.model_validate({"draft_pool": none}) == AppConfig()
     assert not group_config(AppConfig()).draft_pool

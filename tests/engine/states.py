@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 from engine.blocks.block_pool import block_digest
-from engine.errors import TargetError
 
 LOST = (b"", (-1,))
 """A state of a context that no request has."""
@@ -75,21 +74,16 @@ class StateMemory:
 
 
 class StateVerifier:
-    """Passes rounds on, and simulates the states; it loses a round when told to, as `FailingVerifier` does."""
+    """Passes rounds on, and simulates the states."""
 
     def __init__(self, scheduler, verifier):
-        self.verifier, self.memory, self.fail = verifier, StateMemory(scheduler), None
+        self.verifier, self.memory = verifier, StateMemory(scheduler)
 
     async def verify(self, rows):
-        fail, self.fail = self.fail, None
         self.memory.check_cached()
         self.memory.check(rows)
-        if fail == "before":
-            raise TargetError("lost")
         verdicts = await self.verifier.verify([replace(row, state=None) for row in rows])
         self.memory.write(rows, verdicts)
-        if fail == "after":
-            raise TargetError("lost")
         return verdicts
 
     def release(self, request_id):

@@ -1,5 +1,8 @@
 """The engine over a model that reads its whole context out of the blocks: any slip in them changes the text."""
 
+import asyncio
+import contextlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -8,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.errors import DrafterError, TargetError
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft, run_in_process
+from engine.protocols import NO_DRAFT, Draft
 from tests.engine.running import drafters, expected_tokens, make_engine, step
 from tests.engine.states import StateVerifier
+from tests.engine.targets import OrderedTarget, SlowDrafter, alternate
 from tests.fakes import ConstantDrafter, ContextModel
 
 STATES, VOCAB, EOS = 13, 7, 6
@@ -41,28 +45,11 @@ PROMPTS = st.builds(
 )
 
 
-class FailingVerifier:
-    """Passes rounds on, and loses one when told to: before it computes, or after, when the reply does not arrive."""
-
-    def __init__(self, verifier):
-        self.verifier = verifier
-        self.fail = None
-
-    async def verify(self, rows):
-        fail, self.fail = self.fail, None
-        if fail == "before":
-            raise TargetError("lost")
-        verdicts = await self.verifier.verify(rows)
-        if fail == "after":
-            raise TargetError("lost")
-        return verdicts
-
-    def release(self, request_id):
-        self.verifier.release(request_id)
-
-
 class EngineMachine(RuleBasedStateMachine):
-    """Requests come, go, and lose their memory; what is committed is always the beginning of the request's own text."""
+    """Requests come, go, and lose their memory; what is committed is always the beginning of the request's own text.
+
+    One round is in flight, or two; the number changes at any time.
+    """
 
     @initialize(
         draft=st.sampled_from(["none", "the target itself", "a random draft", "forgetful", "trees", "suffixes"]),
@@ -87,8 +74,18 @@ class EngineMachine(RuleBasedStateMachine):
             **settings,
         )
         self.kv = self.engine.verifier.kv
-        self.engine.verifier = FailingVerifier(self.engine.verifier)
+        self.model = self.engine.verifier
+        self.engine.verifier = self.target = OrderedTarget(self.model, self.engine.scheduler)
+        self.engine.drafter = self.drafter = SlowDrafter(self.engine.drafter)
         self.requests, self.expected, self.seen, self.ended = {}, {}, {}, set()
+        self.loop = asyncio.new_event_loop()
+
+    def _run(self, coroutine):
+        async def within_a_minute():
+            async with asyncio.timeout(60):
+                return await coroutine
+
+        return self.loop.run_until_complete(within_a_minute())
 
     @rule(prompt=PROMPTS, params=PARAMS, salt=st.sampled_from([None, "a", "b"]))
     def add(self, prompt, params, salt):
@@ -99,15 +96,56 @@ class EngineMachine(RuleBasedStateMachine):
         self.expected[name] = expected_tokens(MODEL, prompt, params)[:room]
         self.seen[name] = []
 
+    @rule(num_cohorts=st.sampled_from([1, 2, 2]), verify=st.integers(0, 5), draft=st.integers(0, 5))
+    def change_how_many_rounds_are_in_flight_and_how_long(self, num_cohorts, verify, draft):
+        alternate(self.engine, num_cohorts)
+        self.target.delay, self.drafter.delay = verify, draft
+
     @rule(count=st.integers(1, 4))
     def step(self, count):
         for _ in range(count):
-            self._note(step(self.engine))
+            self._note(self._run(self.engine.step()))
 
     @rule(count=st.integers(1, 3))
     def run_rounds_whose_outputs_are_taken_later(self, count):
         for _ in range(count):
-            run_in_process(self.engine.run_round())
+            self._run(self.engine.run_round())
+
+    async def _step_until(self, turns, act):
+        """Begin a round, and act some turns of the event loop later, or once it has ended."""
+        step = asyncio.create_task(self.engine.step())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if step.done():
+            self._note(step.result())
+            act(step)
+            return
+        act(step)
+        with contextlib.suppress(asyncio.CancelledError):
+            self._note(await step)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), turns=st.integers(0, 12), count=st.integers(1, 4))
+    def abort_within_a_round(self, data, turns, count):
+        names = data.draw(st.lists(st.sampled_from(sorted(self.expected)), min_size=count, max_size=count))
+
+        def abort(_):
+            for name in names:
+                self.engine.abort(name)
+                self.ended.add(name)
+
+        self._run(self._step_until(turns, abort))
+
+    @rule(turns=st.integers(0, 12))
+    def cancel_a_round(self, turns):
+        self._run(self._step_until(turns, lambda step: step.cancel()))
+
+    @rule()
+    def draft_something_malformed(self):
+        self.drafter.is_wrong = True
+        with contextlib.suppress(DrafterError):
+            self._note(self._run(self.engine.step()))
+        self.drafter.is_wrong = False
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -131,18 +169,24 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_targets_memory(self):
+        self.target.restart()
         for cache in (*self.kv.keys, *self.kv.values):
             cache.fill_(5)
         self.engine.reset()
 
     @precondition(lambda self: self.engine.has_work)
-    @rule(when=st.sampled_from(["before", "after"]), reset=st.booleans())
-    def lose_a_round(self, when, reset):
-        self.engine.verifier.fail = when
-        with pytest.raises(TargetError):
-            step(self.engine)
-        if reset:
-            self.lose_the_targets_memory()
+    @rule(when=st.sampled_from(["before", "after"]), nth=st.integers(0, 1), dies=st.booleans())
+    def lose_a_round(self, when, nth, dies):
+        """Of two in flight, either."""
+        self.target.faults.extend([None] * nth + [when])
+        self.target.dies = dies
+        try:
+            for _ in range(2 + nth):
+                self._note(self._run(self.engine.step()))
+        except TargetError:
+            if dies:
+                self.lose_the_targets_memory()
+        self.target.faults.clear()
 
     def _note(self, outputs):
         for output in outputs:
@@ -162,6 +206,9 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         scheduler = self.engine.scheduler
+        in_flight = [] if self.engine._flight is None else [row.request for row in self.engine._flight.batch]
+        for sequence in scheduler.running:
+            assert sequence.is_in_flight == any(sequence.request is request for request in in_flight)
         owned = {block for sequence in scheduler.running for block in sequence.block_ids}
         assert self.engine.scheduler.pool.num_free == self.engine.scheduler.pool.num_blocks - len(owned)
         assert 0 not in owned
@@ -173,8 +220,11 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(3000):
             if not self.engine.has_work:
                 break
-            self._note(step(self.engine))
+            self._note(self._run(self.engine.step()))
         self._note(self.engine.take_outputs())
+        self.target.restart()
+        self._run(asyncio.sleep(0))
+        self.loop.close()
         assert not self.engine.has_work
         assert self.ended == set(self.expected)
         assert self.engine.scheduler.pool.num_free == self.engine.scheduler.pool.num_blocks
@@ -200,7 +250,7 @@ class StatefulEngineMachine(EngineMachine):
     )
     def start(self, draft, num_blocks, budget, sharing, k, state_chunk, num_states):
         self._make(draft, num_blocks, budget, sharing, k, state_chunk=state_chunk, num_states=num_states)
-        self.engine.verifier = self.states = StateVerifier(self.engine.scheduler, self.engine.verifier.verifier)
+        self.target.verifier = self.states = StateVerifier(self.engine.scheduler, self.model)
 
     @rule()
     def lose_the_targets_memory(self):

@@ -1,5 +1,7 @@
 """Who gets a row of the next round, how long a draft, and which blocks; no model is needed to decide that."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.config import EngineConfig
@@ -438,3 +440,136 @@ def test_an_encoders_input_is_computed_at_once_even_if_the_budget_is_too_small()
     assert shares(run_round(scheduler)) == [("a", 1, 0), ("b", 5, 0)]
     assert shares(run_round(scheduler, k=2)) == [("a", 1, 2), ("b", 1, 2), ("c", 4, 0)][:2]
     assert shares(run_round(scheduler, k=1)) == [("a", 1, 1), ("b", 1, 1), ("c", 4, 0)]
+
+
+# Two rounds in flight.
+
+
+def make_cohorts(num_requests, **settings):
+    """A scheduler of two cohorts, whose requests decode."""
+    scheduler = make_scheduler(**settings)
+    for nth in range(num_requests):
+        add(scheduler, str(nth), [nth + 1])
+    run_round(scheduler)
+    scheduler.num_cohorts = 2
+    return scheduler
+
+
+def alternate(scheduler, num_rounds, between=lambda: None):
+    """Begin each round before the one before it has ended; return the names of the rows of each."""
+    batches, earlier = [], scheduler.next_batch(Plan(0))
+    for _ in range(num_rounds):
+        between()
+        later = scheduler.next_batch(Plan(0))
+        commit(scheduler, earlier)
+        batches.append([row.request.request_id for row in earlier])
+        earlier = later
+    scheduler.withdraw(earlier)
+    return batches
+
+
+def test_two_cohorts_take_equal_shares_in_turn():
+    batches = alternate(make_cohorts(7), 6)
+    assert [len(batch) for batch in batches] == [4, 3] * 3
+    assert batches[0::2] == [["0", "1", "2", "3"]] * 3
+    assert batches[1::2] == [["4", "5", "6"]] * 3
+
+
+def test_one_request_is_in_one_round_at_a_time():
+    assert alternate(make_cohorts(1), 5) == [["0"], [], ["0"], [], ["0"]]
+
+
+def test_cohorts_are_equal_again_soon_after_one_has_lost_its_requests():
+    scheduler = make_cohorts(8)
+    assert [len(batch) for batch in alternate(scheduler, 2)] == [4, 4]
+    for name_of in "0124":
+        scheduler.abort(name_of)
+    assert [len(batch) for batch in alternate(scheduler, 8)][2:] == [2] * 6
+
+
+def test_new_requests_are_spread_over_both_cohorts():
+    scheduler = make_cohorts(2)
+    for nth in range(2, 6):
+        add(scheduler, str(nth), [nth])
+    assert alternate(scheduler, 4) == [["0", "1", "2"], ["3", "4", "5"]] * 2
+
+
+def test_a_round_with_its_share_of_requests_admits_none():
+    scheduler = make_cohorts(2)
+    add(scheduler, "2", [1])
+    add(scheduler, "3", [1])
+    assert not scheduler.has_prompts
+    scheduler.next_batch(Plan(0))
+    assert names(scheduler.waiting) == ["2", "3"]
+    assert scheduler.has_prompts
+    scheduler.next_batch(Plan(0))
+    assert all(sequence.is_in_flight for sequence in scheduler.running)
+    assert len(scheduler.running) == 4
+
+
+def test_a_request_that_the_budget_left_out_comes_first_in_the_next_round():
+    scheduler = make_cohorts(4, max_num_batched_tokens=4)
+    first = scheduler.next_batch(Plan(3))
+    assert shares(first) == [("0", 1, 3)]
+    second = scheduler.next_batch(Plan(3))
+    assert shares(second) == [("1", 1, 3)]
+    commit(scheduler, first)
+    third = scheduler.next_batch(Plan(3))
+    assert shares(third) == [("2", 1, 3)]
+    commit(scheduler, second)
+    assert shares(scheduler.next_batch(Plan(3))) == [("3", 1, 3)]
+
+
+def test_a_long_prompt_that_fills_a_round_does_not_stop_the_other_cohort():
+    scheduler = make_cohorts(2, max_num_batched_tokens=8)
+    add(scheduler, "long", range(30))
+    batches = alternate(scheduler, 8)
+    assert all("long" in batch for batch in batches[0::2]) or all("long" in batch for batch in batches[1::2])
+    for nth in "01":
+        assert sum(nth in batch for batch in batches) >= 3
+    assert scheduler.running[-1].is_decoding
+
+
+def test_no_request_in_flight_is_preempted_and_the_oldest_gets_its_blocks_in_the_end():
+    """The oldest waits for the youngest, which is in flight; what a third gave up is for the oldest alone."""
+    scheduler = make_scheduler(num_blocks=1 + 6)
+    old, middle, young = (
+        add(scheduler, name, range(start, start + 6)) for name, start in (("o", 0), ("m", 10), ("y", 20))
+    )
+    run_round(scheduler)
+    assert scheduler.pool.num_free == 0
+    scheduler.num_cohorts = 2
+    old.last_round = middle.last_round = 2  # so that the youngest comes first
+    young.last_round = 1
+    scheduler.config = replace(scheduler.config, max_num_batched_tokens=1)
+    flight = scheduler.next_batch(Plan(0))
+    assert [row.request.request_id for row in flight] == ["y"]
+    scheduler.config = replace(scheduler.config, max_num_batched_tokens=64)
+    blocks = list(young.block_ids)
+    # 7 tokens and 12 more make 5 blocks; two are its own, the middle one's two do not do.
+    waiting = scheduler.next_batch(Plan(0, copies={"o": 12}))
+    assert waiting == []
+    assert (names(scheduler.running), names(scheduler.waiting)) == (["o", "y"], ["m"])
+    assert list(young.block_ids) == blocks
+    assert not scheduler.has_prompts
+    commit(scheduler, flight)
+    rows = scheduler.next_batch(Plan(0, copies={"o": 12}))
+    assert [row.request.request_id for row in rows] == ["o"]
+    assert names(scheduler.waiting) == ["y", "m"]
+
+
+def test_a_withdrawn_round_can_be_scheduled_again_while_the_other_is_in_flight():
+    scheduler = make_cohorts(4)
+    first, second = scheduler.next_batch(Plan(0)), scheduler.next_batch(Plan(0))
+    scheduler.withdraw(first)
+    assert shares(scheduler.next_batch(Plan(0))) == shares(first)
+    commit(scheduler, second)
+    assert shares(scheduler.next_batch(Plan(0))) == shares(second)
+
+
+def test_back_to_one_cohort_every_request_is_in_the_next_round():
+    scheduler = make_cohorts(5)
+    flight = scheduler.next_batch(Plan(0))
+    scheduler.num_cohorts = 1
+    commit(scheduler, flight)
+    assert len(scheduler.next_batch(Plan(0))) == 5

@@ -4,6 +4,8 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.control.plan import Plan
@@ -13,6 +15,8 @@ from engine.protocols import Request, Verdict
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.waiting import WaitingQueue
+from tests.engine.running import make_engine, run
+from tests.engine.test_engine import MODEL, VOCAB
 
 
 def make_sequence(request_id, owner="", *, priority=0, length=4, max_tokens=100):
@@ -251,3 +255,16 @@ def test_the_youngest_with_the_highest_priority_is_preempted():
     run_round(scheduler)
     assert [sequence.request.request_id for sequence in scheduler.running] == ["oldest", "youngest"]
     assert [sequence.request.request_id for sequence in scheduler.waiting] == ["low 1", "low 2"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc")), min_size=6, max_size=6))
+def test_a_text_depends_on_neither_priority_nor_owner(ranks):
+    def texts(ranks):
+        engine = make_engine(MODEL, max_num_seqs=3, block_size=4, num_blocks=16)
+        for number, (priority, owner) in enumerate(ranks):
+            params = SamplingParams(seed=number, max_tokens=12)
+            engine.add(str(number), [1, 2, number % VOCAB], params, priority=priority, owner=owner)
+        return run(engine, [])
+
+    assert texts(ranks) == texts([(0, "")] * len(ranks))

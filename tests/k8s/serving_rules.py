@@ -9,10 +9,10 @@ from pydantic import BaseModel, ValidationError
 from ray.autoscaler._private.kuberay import autoscaling_config as autoscaler
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.capacity import Node, Slot, missing, place_groups, slots
+from cluster.capacity import Node, Slot, missing, place_groups, pool_slot, slots
 from cluster.placement import PlacementError, label_selectors, placement_bundles
 from deployments.builder import INGRESS_CPUS
-from deployments.config import AppConfig, ArgumentError, group_config
+from deployments.config import AppConfig, ArgumentError, PoolSize, group_config
 from tests.k8s.manifests import Manifest, cluster_of, groups_of
 
 
@@ -80,22 +80,30 @@ def _room_problems(service: Manifest, config: AppConfig) -> Iterator[str]:
         assert label_selectors(group, bundles)
     if any(placed != found[0] for placed in found):
         yield "where workers go depends on how many pods have joined when the application is built"
-    bounds = config.autoscaling
-    for bound, wanted in ((0, bounds.min_replicas), (1, bounds.upper_bound)):
+    bounds, pool = config.autoscaling, config.draft_pool or PoolSize(replicas=1)
+    draft = [pool_slot(group_config(config), num_gpus=1)] if config.draft_pool else []
+    for bound, wanted, num_drafts in (
+        (0, bounds.min_replicas, pool.replicas),
+        (1, bounds.upper_bound, pool.upper_bound),
+    ):
         counts = {name: size[bound] for name, size in sizes.items()}
-        room, free = _room(found[-1], worker_nodes(cluster, counts), wanted)
+        nodes = worker_nodes(cluster, counts)
+        drafts, _ = place_groups(draft, nodes, limit=num_drafts)
+        if drafts < num_drafts:
+            yield f"{counts} have room for {drafts} of {num_drafts} draft workers"
+        room, free = _room(found[-1], draft * num_drafts, nodes, wanted)
         if room < wanted:
             yield f"{counts} have room for {room} of {wanted} replicas: {'; '.join(missing(found[-1], free))}"
         for name in counts:
-            fewer = counts | {name: counts[name] - 1}
-            if counts[name] and _room(found[-1], worker_nodes(cluster, fewer), wanted)[0] >= wanted:
+            fewer = worker_nodes(cluster, counts | {name: counts[name] - 1})
+            if counts[name] and _room(found[-1], draft * num_drafts, fewer, wanted)[0] >= wanted:
                 yield f"{wanted} replicas fit with one pod less than {counts[name]} in group {name}"
 
 
-def _room(group: list[Slot], nodes: dict[str, Node], limit: int) -> tuple[int, dict[str, Node]]:
-    """Return how many groups fit beside the Ingress, and what they leave free."""
-    _, free = place_groups([Slot("the Ingress", {"CPU": INGRESS_CPUS}, {})], nodes, limit=1)
-    return place_groups(group, free, limit=limit)
+def _room(group: list[Slot], drafts: list[Slot], nodes: dict[str, Node], limit: int) -> tuple[int, dict[str, Node]]:
+    """Return how many groups fit beside the Ingress and the draft workers of a pool, and what they leave free."""
+    placed, free = place_groups([Slot("the Ingress", {"CPU": INGRESS_CPUS}, {}), *drafts], nodes, limit=1)
+    return place_groups(group, free, limit=limit) if placed else (0, free)
 
 
 def _unknown(raw: Any, parsed: BaseModel, path: str = "") -> Iterator[str]:

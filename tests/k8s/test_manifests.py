@@ -29,7 +29,7 @@ def test_nothing_is_wrong_with_a_kustomization(kustomization: str) -> None:
 COMBINATIONS = [
     ("cpu", ["monitoring", "volcano"]),
     ("gpu", ["models-from-image", "kueue"]),
-    ("gpu-heterogeneous", ["incremental-upgrade", "models-from-image", "monitoring"]),
+    ("gpu-pool", ["incremental-upgrade", "models-from-image", "monitoring"]),
     ("high-availability", ["incremental-upgrade", "monitoring", "kueue"]),
 ]
 """Overlays with the components that somebody might add."""
@@ -94,11 +94,14 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("port: 8265", "port: 8266", "the dashboard's port is closed"),
     ],
-    "overlays/gpu-heterogeneous/kustomization.yaml": [
+    "overlays/gpu-pool/kustomization.yaml": [
         ("images:\n  - {name: paceline, newTag: 0.1.0-cuda}\n", "", "one image with a tag")
     ],
-    "overlays/gpu-heterogeneous/serve.yaml": [
-        ("tensor_parallel_size: 4", "tensor_parallel_size: 5", "room for 0 of 1 replicas"),
+    "overlays/gpu-pool/serve.yaml": [
+        ("tensor_parallel_size: 4", "tensor_parallel_size: 5", "room for 0 of 2 replicas"),
+        ("{replicas: 1}", "{replicas: 2}", "room for 1 of 2 draft workers"),
+        ("          draft_pool: {replicas: 1} #", "          #", "room for 1 of 2 replicas"),
+        ("draft: {pool: draft}", "draft: {pool: drafts}", "room for 0 of 1 draft workers"),
         ("{pool: target}", "{pool: targets}", "label pool=targets"),
     ],
     "overlays/gpu/serve.yaml": [("device: cuda", "device: auto", "how many pods have joined")],
@@ -118,7 +121,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "models/job.yaml": [
         ("claimName: paceline-models", "claimName: models", "there is no PersistentVolumeClaim models")
     ],
-    "overlays/gpu-heterogeneous/workers.yaml": [
+    "overlays/gpu-pool/workers.yaml": [
         ('object-store-memory: "1073741824"', 'num-gpus: "4"\n        resources: {GPU: "4"}', "both set ['num-gpus']"),
         ('object-store-memory: "1073741824"', 'labels: "pool=target"', "labels belong into the group's labels"),
     ],

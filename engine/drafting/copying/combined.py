@@ -17,13 +17,19 @@ from engine.protocols import Draft, Drafter, PlansCopies, ProposeRow, Request, c
 class Continuation(NamedTuple):
     """Draft tokens, the expected number of accepted ones, and the length of the match before them.
 
-    `is_predicted` says that the client predicted them.
+    `is_predicted` says that the client predicted them; `confidences` are as in `Draft`, one per token.
     """
 
     token_ids: list[int]
     num_expected: float = 0.0
     match_length: int = 0
     is_predicted: bool = False
+    confidences: Sequence[float] = ()
+
+    def draft(self, length: int) -> Draft:
+        """Return the first `length` tokens as a draft."""
+        draft = chain(self.token_ids[:length])
+        return replace(draft, is_predicted=self.is_predicted, confidences=list(self.confidences[:length]))
 
 
 class Copier(Protocol):
@@ -72,14 +78,10 @@ class CombinedDrafter:
         others = [row for row, copy in copies if copy is None]
         self._copier.read([row.request for row in others if not row.num_draft_tokens])
         drafts = iter(await self.drafter.propose(others) if others else [])
-        return [_copied(copy, row.num_draft_tokens) if copy else next(drafts) for row, copy in copies]
+        return [copy.draft(row.num_draft_tokens) if copy else next(drafts) for row, copy in copies]
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored."""
         self._copies.pop(request_id, None)
         self._copier.release(request_id)
         self.drafter.release(request_id)
-
-
-def _copied(copy: Continuation, length: int) -> Draft:
-    return replace(chain(copy.token_ids[:length]), is_predicted=copy.is_predicted)

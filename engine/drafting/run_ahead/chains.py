@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import complete_chains
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
-from engine.drafting.model.next_tokens import NUM_CANDIDATES
+from engine.drafting.model.next_tokens import NUM_CANDIDATES, has_confidences
 from engine.drafting.model.token_drawer import Chain, TokenDrawer
 from engine.drafting.run_ahead.branches import Branches, DraftContext, Verdict, VerdictPredictor
 from engine.drafting.run_ahead.passes import WIDTHS, PassesAhead
@@ -66,7 +66,8 @@ class RunAheadDrafter(PassesAhead):
         num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * draft.vocab_size
         is_late = draft.backend.device.type == "cpu" and num_scores * torch.float32.itemsize <= _MAX_SCORES_BYTES
         num_ranked = None if is_late else NUM_CANDIDATES
-        self._drawer = TokenDrawer(draft, self.cache.kv, config, ranks=True, num_ranked=num_ranked)
+        rates = has_confidences(config)
+        self._drawer = TokenDrawer(draft, self.cache.kv, config, ranks=True, num_ranked=num_ranked, rates=rates)
         self._predictor = VerdictPredictor(self._depth, shares_noise=rule_of(config.verification).shares_noise)
         self._contexts: dict[str, DraftContext] = {}
         self._branches: Branches | None = None
@@ -132,6 +133,10 @@ class RunAheadDrafter(PassesAhead):
         if answer.verdict is None:
             return "stale"
         context, verdict = answer.verdict
+        if self._predictor.shares_noise and (rest := context.after_cut(*verdict)):
+            answer.chain = rest
+            rest.cut(answer.row.num_draft_tokens)
+            return None
         if self._branches is None or not self._branches.num_computed or not context.verdicts:
             return "unprepared"
         if verdict not in context.verdicts:

@@ -97,7 +97,9 @@ def test_parameters_are_sent_once():
 
 def test_a_new_block_table_is_sent_from_the_first_difference():
     known = Acknowledged()
-    known.acknowledge([], [verify_row("a", [1, 2, 3], block_ids=[4, 5, 6])])
+    row = verify_row("a", [1, 2, 3], block_ids=[4, 5, 6])
+    known.deltas([row])
+    known.acknowledge([], [row])
     [delta], _ = known.deltas([verify_row("a", [1, 2, 3], block_ids=[4, 8, 6, 7])])
     assert (delta.block_offset, delta.block_ids) == (1, [8, 6, 7])
 

@@ -82,6 +82,7 @@ def test_fields_that_all_apis_have_keep_their_names() -> None:
         "stream": True,
         "speculative": {"enabled": False},
         "cache_salt": "s",
+        "priority": 1,
     }
     assert shared.keys() == CommonRequest.model_fields.keys()
     request = chat(**shared)

@@ -118,23 +118,25 @@ def refused(admission: Admission, owners: str) -> str:
 
 
 def test_an_owner_below_the_mean_has_room_in_a_full_queue() -> None:
-    admission, stack = Admission(Routers()), ExitStack()
-    opened(admission, stack, a=3, b=1)
-    assert refused(admission, "abc") == "a"
-    stack.close()
+    admission = Admission(Routers())
+    with ExitStack() as stack:
+        opened(admission, stack, a=3, b=1)
+        assert refused(admission, "abc") == "a"
     assert (refused(admission, "abc"), admission._open) == ("", Counter())
 
 
 def test_an_owner_alone_has_no_more_room_than_there_is() -> None:
-    admission, stack = Admission(Routers()), ExitStack()
-    opened(admission, stack, a=2)
-    assert refused(admission, "ab") == "a"
+    admission = Admission(Routers())
+    with ExitStack() as stack:
+        opened(admission, stack, a=2)
+        assert refused(admission, "ab") == "a"
 
 
 def test_nobody_has_more_room_than_twice_the_queues() -> None:
-    admission, stack = Admission(Routers()), ExitStack()
-    opened(admission, stack, a=4, b=1)
-    assert refused(admission, "abc") == "abc"
+    admission = Admission(Routers())
+    with ExitStack() as stack:
+        opened(admission, stack, a=4, b=1)
+        assert refused(admission, "abc") == "abc"
 
 
 def test_a_request_knows_its_owner_until_it_ends() -> None:

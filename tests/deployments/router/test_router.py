@@ -86,7 +86,7 @@ async def mail() -> AsyncIterator[Mail]:
 def router(rig: Rig) -> Iterator[Any]:
     router: Any = object.__new__(Router)
     router._engine, router._loop, router._metrics, router._group = rig.engine, rig.loop, rig.metrics, Group()
-    router._deliveries, router._prefixes, router._id = {}, set(), "a"
+    router._deliveries, router._prefixes, router._id, router._leases = {}, set(), "a", None
     router._description = Description(INFO, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4), 9, target_id="/models/a")
     yield router
     router._disconnect()
@@ -297,3 +297,14 @@ async def test_a_worker_is_killed_by_the_group_and_a_router_by_itself_once_it_ha
     assert killed == []
     await wait_for(lambda: killed)
     assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+async def test_a_leased_draft_worker_is_killed_in_the_pool(router: Any) -> None:
+    class Leases:
+        async def kill(self, lease: object) -> bool:
+            return lease == "the lease"
+
+    router._leases, router._group.lease = Leases(), None
+    assert not await router.kill("draft")
+    router._group.lease = "the lease"
+    assert await router.kill("draft")

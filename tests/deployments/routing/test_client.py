@@ -253,6 +253,15 @@ async def test_metrics_are_those_of_all_ingresses_and_of_all_routers(ingresses: 
     assert [replica.replica for replica in await client.collect()] == ["i1", "i2", "r1", "r2"]
 
 
+async def test_metrics_of_a_draft_pool_are_collected_too(ingresses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Handle(ReplicaMetrics("d1", []))
+    own = serve.get_deployment_handle
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda name, app: pool if name == "Drafts" else own(name, app))
+    routers = Handle(ReplicaMetrics("r1", []))
+    client = await ServeRouters.open(routers, "127.0.0.1", has_pool=True)
+    assert [replica.replica for replica in await client.collect()] == ["i1", "d1", "r1"]
+
+
 async def test_a_request_whose_router_is_lost_goes_to_another() -> None:
     client = await routers()
     client._handle.num_lost = 1

@@ -99,7 +99,9 @@ def test_a_copy_is_cut_to_what_the_round_has_room_for():
     drafter, _ = make()
     wide = row("a", TOKENS, TOKENS[:40])
     drafter.plan_copies([wide], GAINS[:2])
-    assert run_in_process(drafter.propose([ProposeRow(wide.request, 3)])) == [chain(TOKENS[40:43])]
+    [draft] = run_in_process(drafter.propose([ProposeRow(wide.request, 3)]))
+    assert draft == chain(TOKENS[40:43])
+    assert draft.confidences == [0.95] * 3
 
 
 def test_a_model_that_is_always_wrong_is_replaced_by_shorter_matches():

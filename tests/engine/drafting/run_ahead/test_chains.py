@@ -104,7 +104,7 @@ def test_a_device_that_computes_while_the_host_goes_on_drafts_the_same(temperatu
         (fresh,) = propose(ModelDrafter(DraftModel(MODEL), config()), row(text, K, params=params))
         assert draft.token_ids == fresh.token_ids[: len(draft.token_ids)]
         text += draft.token_ids[: chance.randrange(len(draft.token_ids) + 1)]
-    assert (drafter.stats.hits > 0) == (num_steps > 2)
+    assert drafter.stats.hits > 0 or num_steps <= 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -196,3 +196,36 @@ def test_rows_that_hit_do_not_wait_for_one_that_misses(monkeypatch):
     for text in texts.values():
         text.append(7)
     assert propose(drafter, *rows()) == propose(ModelDrafter(DraftModel(MODEL), config()), *rows())
+
+
+@pytest.mark.parametrize("num_steps", [0, 100])
+def test_what_the_planner_cut_off_a_draft_is_the_next_one(num_steps):
+    """Only shorter drafts are verified; the verdict ends with a token of the draft that was made."""
+    model = Counting(MODEL)
+    drafter, text = RunAheadDrafter(DraftModel(model), config(), clock=lambda: 0.0), [5, 9, 4]
+    for _ in range(6):
+        (draft,) = propose(drafter, row(text))
+        assert draft == propose(ModelDrafter(DraftModel(MODEL), config()), row(text))[0]
+        for _ in range(num_steps):
+            drafter.advance()
+        text += draft.token_ids[:2]  # of which the target was sent one
+        model.passes.clear()
+        (draft,) = propose(drafter, row(text, 2))
+        assert model.passes == []
+        fresh = propose(ModelDrafter(DraftModel(MODEL), config()), row(text, 2))[0]
+        assert (draft, draft.confidences) == (fresh, pytest.approx(fresh.confidences))
+        text += [*draft.token_ids, 7]
+    assert drafter.stats.hits >= 6
+    assert drafter._predictor.accepted.gains()[0] > 0.6
+
+
+def test_what_was_cut_off_a_draft_is_drawn_anew_without_shared_noise():
+    settings = config(verification="rejection")
+    params = SamplingParams(temperature=1.0, seed=5)
+    drafter, text = RunAheadDrafter(DraftModel(MODEL), settings, clock=lambda: 0.0), [5, 9, 4]
+    (draft,) = propose(drafter, row(text, params=params))
+    text += draft.token_ids[:2]
+    assert propose(drafter, row(text, params=params)) == propose(
+        ModelDrafter(DraftModel(MODEL), settings), row(text, params=params)
+    )
+    assert drafter.stats.hits == 0

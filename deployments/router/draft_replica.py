@@ -1,0 +1,97 @@
+"""Drafts: one worker of the draft pool as a Serve replica, which Routers lease."""
+
+import asyncio
+import os
+import random
+import signal
+
+import ray
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from ray import serve
+
+from cluster.config import GroupConfig
+from cluster.leases import Lease
+from cluster.workers.pool_worker import PoolWorker
+from deployments.observe.logs import in_background, limited_start, set_log_format
+from deployments.observe.metrics import ReplicaMetrics
+from deployments.ray_internals import bind_replica
+from deployments.router.draft_leases import Offer
+from deployments.routing.client import ask_all
+from deployments.wire import ANSWER_S, UTILISATION
+from engine.config import ModelConfig
+from engine.errors import TargetError
+
+BALANCE_PERIOD_S = 30.0
+"""How often, on average, a worker compares its leases with those of the others."""
+
+
+class Drafts:
+    """One replica: one draft worker, in this process."""
+
+    async def __init__(self, config: GroupConfig) -> None:  # type: ignore[misc]
+        """Load the draft and serve it; the replica is ready when this returns. Raises ModelError if it cannot be."""
+        set_log_format(config.log_format)
+        bind_replica()
+        self._target = config.target
+        context = serve.get_replica_context()
+        self._id, self._all = context.replica_tag, serve.get_deployment_handle(context.deployment, context.app_name)
+        host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        self._worker = PoolWorker(config, self._id, host=host, node_id=node_id)
+        with limited_start(config.start_timeout_s):
+            await asyncio.to_thread(self._worker.load)
+        self._serving = in_background(asyncio.to_thread(self._worker.serve), name="drafts")
+        self._balancing = in_background(self._keep_balanced(), name="balance leases")
+
+    async def offer(self) -> Offer:
+        """Return what a Router chooses a worker by."""
+        return Offer(self._id, self._worker.num_leases, self._worker.utilisation)
+
+    async def lease(self, worker: str, target: ModelConfig, identity: str, num_rows: int) -> Lease | None:
+        """Lease this worker to a Router, if it has this id; every replica of the pool gets the call.
+
+        Raises TargetError if it has no room, or drafts for another target: during an update, both are there.
+        """
+        if worker != self._id:
+            return None
+        if target != self._target:
+            raise TargetError(f"the draft worker drafts for {self._target.path}, not for {target.path}")
+        return self._worker.lease(identity, num_rows)
+
+    async def kill(self, worker: str) -> bool:
+        """Kill this process, if it is the worker with this id; return whether it is."""
+        if worker == self._id:
+            asyncio.get_running_loop().call_later(ANSWER_S, os.kill, os.getpid(), signal.SIGKILL)
+        return worker == self._id
+
+    async def collect(self) -> ReplicaMetrics:
+        """Return this replica's metrics."""
+        worker, name = self._worker, "paceline:draft_pool"
+        passes = "Passes in which this draft worker answered proposals of one or several Routers."
+        metrics: list[Metric] = [
+            GaugeMetricFamily(f"{name}_leases", "Routers that lease this draft worker.", worker.num_leases),
+            GaugeMetricFamily(f"{name}_utilisation", "Share of time in which it drafts, 0 to 1.", worker.utilisation),
+            CounterMetricFamily(f"{name}_passes", passes, worker.num_passes),
+            CounterMetricFamily(f"{name}_proposals", "Proposals that it answered.", worker.num_proposals),
+        ]
+        return ReplicaMetrics(self._id, metrics)
+
+    async def check_health(self) -> None:
+        """Serve's health check: replace a replica whose worker has ended or hangs."""
+        if self._serving.done():
+            raise TargetError("the draft worker has ended")
+        self._worker.check()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Report the share of time in which this worker drafts to Serve's autoscaler."""
+        return {UTILISATION: self._worker.utilisation}
+
+    async def _keep_balanced(self) -> None:
+        """End a lease if another worker has two fewer: its Router leases that one. So new workers get their share."""
+        while True:
+            await asyncio.sleep(random.uniform(0.5, 1.5) * BALANCE_PERIOD_S)
+            offers = [offer for offer in await ask_all(self._all, "offer") if isinstance(offer, Offer)]
+            if self._worker.num_leases >= 2 + min((offer.num_leases for offer in offers), default=0):
+                self._worker.end_one()
+
+    def __del__(self) -> None:
+        self._worker.close()

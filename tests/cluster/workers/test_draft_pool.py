@@ -1,0 +1,351 @@
+"""Several groups over one draft: the order, what is drafted together, and that nobody's drafts depend on the others."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from cluster.protocol.messages import (
+    Drafts,
+    Failure,
+    Ping,
+    Pong,
+    PrefixDelta,
+    PrefixMissing,
+    Propose,
+    ProposeEntry,
+    Verify,
+)
+from cluster.workers.draft_pool import CHUNK, DraftPool, SharedCache, share_rows
+from engine.config import EngineConfig
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.params import SamplingParams
+from tests.engine.conftest import VOCAB
+from tests.engine.drafting.proposing import Counting, context_model, propose, row
+
+K = 4
+MODEL = context_model(1)
+PARAMS = SamplingParams(temperature=0.8, seed=3)
+
+
+class Clock:
+    """Time passes with the model's passes: 1 s each, whatever its size."""
+
+    def __init__(self, model: Counting) -> None:
+        self.model, self.waited = model, 0.0
+
+    def __call__(self) -> float:
+        return len(self.model.passes) + self.waited
+
+
+class Pool:
+    """A pool, what its groups were answered, and at what time."""
+
+    def __init__(self, *, run_ahead: bool = False, num_groups: int = 4, **settings: object) -> None:
+        options = {"num_blocks": 1000, "block_size": 4, "max_num_seqs": 8, "num_speculative_tokens": K} | settings
+        self.config = EngineConfig(**options)
+        self.model = Counting(MODEL)
+        self.clock = Clock(self.model)
+        self.pool = DraftPool(DraftModel(self.model, run_ahead=run_ahead), self.config, clock=self.clock)
+        self.replies: dict[int, list] = {}
+        self.times: dict[int, list[float]] = {}
+        self.seen: dict[tuple[int, str], int] = {}
+        self.round = Counter()
+        for version in range(1, num_groups + 1):
+            self.join(version)
+
+    def join(self, version: int) -> None:
+        self.pool.join(version, 64)
+        self.replies[version], self.times[version] = [], []
+
+    def send(self, version: int, rows, *, deadline_s: float = 1e6, released=(), runs_ahead: bool = False) -> None:
+        entries = []
+        for one in rows:
+            name, tokens = one.request.request_id, one.request.token_ids
+            offset = self.seen.get((version, name), 0)
+            params = None if offset else one.request.params
+            entries.append(ProposeEntry(PrefixDelta(name, offset, tokens[offset:], 3, params), one.num_draft_tokens))
+            self.seen[version, name] = len(tokens)
+        self.round[version] += 1
+        request = Propose(self.round[version], version, deadline_s, list(released), entries, runs_ahead)
+
+        def answer(reply) -> None:
+            self.replies[version].append(reply)
+            self.times[version].append(self.clock())
+
+        self.pool.submit(version, request, answer)
+
+    def run(self) -> None:
+        while self.pool.step():
+            pass
+
+    def drafts(self, version: int):
+        reply = self.replies[version][-1]
+        assert isinstance(reply, Drafts), reply
+        return reply.drafts
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(2, VOCAB) for _ in range(length)]
+
+
+def fresh(*rows, **settings):
+    options = {"num_blocks": 1000, "block_size": 4, "max_num_seqs": 8, "num_speculative_tokens": K} | settings
+    return propose(ModelDrafter(DraftModel(MODEL), EngineConfig(**options)), *rows)
+
+
+def test_groups_whose_proposals_wait_are_drafted_in_the_same_passes_and_get_their_own_drafts():
+    """All groups name their requests alike."""
+    pool = Pool()
+    rows = {
+        version: [row(text(9, 10 * version + i), name=str(i), params=PARAMS) for i in range(2)] for version in (1, 2, 3)
+    }
+    for version, its in rows.items():
+        pool.send(version, its)
+    pool.run()
+    assert pool.model.passes == [54, 6, 6, 6]  # the texts, and then a token of each row
+    for version, its in rows.items():
+        assert pool.drafts(version) == fresh(*its)
+    assert (pool.pool.num_proposals, pool.pool.num_batches) == (3, 1)
+
+
+def test_the_proposal_that_is_due_first_is_drafted_first_and_waits_for_no_longer_drafts():
+    pool = Pool()
+    pool.send(1, [row(text(9), K)], deadline_s=30.0)
+    pool.send(2, [row(text(9), 1)], deadline_s=10.0)
+    pool.send(3, [row(text(9), 1)], deadline_s=20.0)
+    pool.run()
+    assert pool.times[2] == pool.times[3] < pool.times[1]
+
+
+def test_shorter_drafts_of_others_are_drafted_with_those_that_are_due_first():
+    pool = Pool()
+    pool.send(1, [row(text(9), K)], deadline_s=10.0)
+    pool.send(2, [row(text(9), 2)], deadline_s=20.0)
+    pool.run()
+    assert pool.times[1] == pool.times[2]
+
+
+def test_a_proposal_that_nobody_waits_for_any_more_costs_nothing():
+    pool = Pool()
+    pool.send(1, [row(text(9))], deadline_s=5.0)
+    pool.clock.waited = 6.0
+    pool.run()
+    assert pool.replies[1] == []
+    assert pool.model.passes == []
+
+
+def test_rows_that_do_not_fit_into_a_pass_are_shared_out_equally_and_every_draft_arrives():
+    """A group with many rows gets what the others leave, and they get their drafts with the first pass."""
+    pool = Pool(max_num_seqs=8)
+    noisy = [row(text(9, i), name=str(i), params=PARAMS) for i in range(20)]
+    pool.send(1, noisy, deadline_s=100.0)
+    pool.send(2, [row(text(9, 50), name="a")])
+    pool.send(3, [row(text(9, 51), name="a")])
+    pool.pool.step()
+    assert [len(pool.replies[version]) for version in (1, 2, 3)] == [0, 1, 1]
+    pool.run()
+    assert pool.drafts(1) == fresh(*noisy)
+    assert max(pool.model.passes) <= 8 * 9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "shares"),
+    [
+        ([3, 2], 8, {0: 3, 1: 2}),
+        ([20, 1, 1], 8, {0: 6, 1: 1, 2: 1}),
+        ([20, 20, 2], 8, {0: 3, 1: 3, 2: 2}),
+        ([5, 5, 5], 2, {0: 1, 1: 1}),
+        ([0, 5], 2, {0: 0, 1: 2}),
+    ],
+)
+def test_equal_shares_of_a_pass(sizes, room, shares):
+    class Waiting:
+        def __init__(self, number, size):
+            self.number, self.missing, self.due = number, [None] * size, number
+
+    shared = share_rows([Waiting(*one) for one in enumerate(sizes)], room)
+    assert {one.number: count for one, count in shared} == shares
+
+
+def test_a_long_text_is_caught_up_with_between_the_drafts_of_others_a_chunk_at_a_time():
+    """Another group waits for one chunk at most; in the end the drafts are those of the whole text."""
+    pool = Pool(max_num_batched_tokens=16)
+    long = row(text(200), params=PARAMS)
+    pool.send(1, [long])
+    waits = []
+    for number in range(8):
+        started = pool.clock()
+        pool.send(2, [row(text(9 + number, 7), 1)])
+        while len(pool.replies[2]) == number:
+            pool.pool.step()
+        waits.append(pool.clock() - started)
+    assert pool.replies[1] == []
+    assert max(waits[1:]) <= 1 + 1  # a chunk, and the pass that drafts
+    pool.run()
+    assert pool.drafts(1) == fresh(long)
+    assert max(pool.model.passes) <= 16
+
+
+def test_a_chunk_is_short_even_if_the_target_takes_long_ones():
+    pool = Pool(max_num_batched_tokens=4096, num_blocks=4000)
+    pool.send(1, [row(text(1000))])
+    pool.run()
+    assert max(pool.model.passes) == CHUNK
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_noisy_group_costs_another_less_than_its_share(run_ahead):
+    """Time is counted in passes. Per round, the quiet group's target takes 20 of them.
+
+    The noisy group always has a proposal of many rows under way, each with a new long text.
+    """
+    chance = random.Random(2)
+
+    def seconds(noisy: bool) -> float:
+        pool = Pool(run_ahead=run_ahead, max_num_seqs=8, max_num_batched_tokens=32, num_blocks=4000)
+        tokens, spent, names = text(9, 5), 0.0, iter(range(10**6))
+        for number in range(60):
+            if noisy and len(pool.replies[2]) == pool.round[2]:
+                rows = [row(text(100, chance.random()), name=str(next(names))) for _ in range(6)]
+                released = [str(name) for name in range(max(0, int(rows[0].request.request_id) - 6))][-6:]
+                pool.send(2, rows, released=released, runs_ahead=run_ahead)
+            for _ in range(chance.randrange(3)):
+                pool.pool.step()
+            started = pool.clock()
+            pool.send(1, [row(tokens, K)], runs_ahead=run_ahead)
+            while len(pool.replies[1]) == number:
+                pool.pool.step()
+            spent += pool.clock() - started + 20
+            tokens = [*tokens, chance.randrange(2, VOCAB)]
+            before = pool.clock()
+            while pool.clock() < before + 20 and pool.pool.step():
+                pass
+        return spent
+
+    assert seconds(noisy=True) < 1.2 * seconds(noisy=False)
+
+
+def test_what_a_group_lacks_or_asks_in_error_is_its_own_matter():
+    pool = Pool()
+    replies = []
+    unknown = Propose(1, 1, 1.0, [], [ProposeEntry(PrefixDelta("a", 3, [5], 1), 2)])
+    pool.pool.submit(1, unknown, replies.append)
+    pool.pool.submit(1, Ping(2, 1, 1.0, []), replies.append)
+    pool.pool.submit(1, Verify(3, 1, 1.0, [], []), replies.append)
+    pool.pool.submit(1, Ping(4, 2, 1.0, []), replies.append)  # of another lease
+    assert [type(reply) for reply in replies] == [PrefixMissing, Pong, Failure]
+    assert replies[0].request_ids == ["a"]
+
+
+def test_an_error_costs_the_groups_of_that_pass_their_drafts_and_no_one_the_pool(monkeypatch):
+    pool = Pool()
+    pool.send(1, [row(text(9))])
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.model, "run", lambda *_: 1 / 0, raising=False)
+        pool.run()
+    assert isinstance(pool.replies[1][0], Failure)
+    pool.send(1, [row(text(10))])
+    pool.run()
+    assert pool.drafts(1) == fresh(row(text(10)))
+
+
+@pytest.mark.parametrize("num_blocks", [1000, 60], ids=["much room", "little room"])
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("max_num_batched_tokens", [24, 1024])
+def test_whatever_others_do_a_groups_drafts_are_those_of_a_fresh_drafter(run_ahead, num_blocks, max_num_batched_tokens):
+    """Four groups at random: verdicts of every kind, texts of every length, releases, groups that leave and join.
+
+    A draft may be short or empty, never other; and no block is used twice or lost.
+    """
+    chance = random.Random(4)
+    pool = Pool(run_ahead=run_ahead, num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens)
+    texts = {(v, str(i)): text(chance.randrange(3, 60), 10 * v + i) for v in range(1, 5) for i in range(3)}
+    next_version, num_whole = 5, 0
+    for _ in range(150):
+        version = chance.choice(list(pool.replies))
+        if len(pool.replies[version]) < pool.round[version]:
+            pool.pool.step()
+            continue
+        names = [name for v, name in texts if v == version and chance.random() < 0.8]
+        rows = [row(texts[version, name], chance.choice([0, 1, 3, K, K]), name=name, params=PARAMS) for name in names]
+        if not rows:
+            continue
+        pool.send(version, rows, runs_ahead=run_ahead and chance.random() < 0.8)
+        for _ in range(chance.randrange(12)):
+            pool.pool.step()
+        if chance.random() < 0.3:
+            pool.run()
+        if len(pool.replies[version]) < pool.round[version]:
+            continue
+        for one, draft in zip(rows, pool.drafts(version), strict=True):
+            whole = fresh(one)[0].token_ids
+            assert draft.token_ids == whole[: len(draft.token_ids)]
+            num_whole += bool(draft.token_ids)
+            follow = [*whole[: chance.randrange(K + 1)], chance.randrange(2, VOCAB)]
+            texts[version, one.request.request_id] += follow if chance.random() < 0.7 else whole or [2]
+        held = [block for prefix in pool.pool.cache.prefixes.values() for block in prefix.block_ids]
+        assert sorted([*held, *pool.pool.cache.free_blocks]) == list(range(1, num_blocks + 1))
+        if chance.random() < 0.1:
+            pool.pool.leave(version)
+            del pool.replies[version]
+            pool.join(next_version)
+            texts |= {(next_version, str(i)): text(chance.randrange(3, 60), next_version + i) for i in range(3)}
+            next_version += 1
+    assert num_whole > 50
+    for version in list(pool.replies):
+        pool.pool.leave(version)
+    assert sorted(pool.pool.cache.free_blocks) == list(range(1, num_blocks + 1))
+
+
+def test_the_group_with_most_of_a_full_cache_makes_room():
+    """The other's requests are older, and stay."""
+    pool = Pool(num_blocks=19, num_groups=3)
+    pool.send(1, [row(text(9), 1, name="old")])
+    pool.run()
+    for number in range(3):
+        pool.send(2, [row(text(14, number), 1, name=str(number))])
+        pool.run()
+    pool.send(3, [row(text(17, 9), 1)])
+    pool.run()
+    assert pool.drafts(3) == fresh(row(text(17, 9), 1))
+    assert set(pool.pool.cache.prefixes) == {"1/old", "2/1", "2/2", "3/a"}
+
+
+def test_running_ahead_prepares_the_drafts_of_every_group():
+    pool = Pool(run_ahead=True)
+    texts = {version: text(9, version) for version in (1, 2, 3)}
+    for _ in range(6):
+        for version, tokens in texts.items():
+            pool.send(version, [row(tokens, params=PARAMS)], runs_ahead=True)
+        pool.run()
+        for version, tokens in texts.items():
+            (draft,) = pool.drafts(version)
+            tokens = [*tokens, *draft.token_ids]
+            texts[version] = [*tokens, *fresh(row(tokens, 1, params=PARAMS))[0].token_ids]  # what the draft expects
+    for version in texts:
+        assert pool.replies[version][-1].run_ahead.hits >= 4
+
+
+def test_the_group_whose_next_proposal_is_due_first_runs_ahead_first():
+    pool = Pool(run_ahead=True, num_groups=2)
+    order = []
+    for version, due in ((1, 90.0), (2, 50.0)):
+        ahead = pool.pool._groups[version].ahead
+        ahead._pace._gap_s = due
+        ahead._pace._answered = ahead._clock()
+        ahead._work = iter([None])
+        pool.pool._groups[version].may_advance = True
+        ahead.advance = lambda version=version: order.append(version)
+    pool.run()
+    assert order == [2, 1]
+
+
+def test_a_request_in_a_shared_cache_is_nobodys_victim_while_it_is_current():
+    cache = SharedCache(MODEL, EngineConfig(num_blocks=4, block_size=4))
+    cache.forget = cache.release
+    assert cache.make_room(row(text(9), 1, name="1/a"), [], {"1/a"})
+    assert not cache.make_room(row(text(9), 1, name="2/a"), [], {"1/a", "2/a"})
+    assert cache.make_room(row(text(9), 1, name="2/a"), [], {"2/a"})

@@ -1,0 +1,132 @@
+"""One draft worker for two Routers: texts are those without drafts, also when it is killed or hangs under streams."""
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from deployments.diagnosis.http_client import Client
+from tests.e2e.servers import Server, serving
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+
+NUM_ROUTERS = 2
+PROMPTS = ("This PEP proposes", "Call me Ishmael.", "Up betimes and to my office,", "def main(")
+NUM_TOKENS = 192
+PLAIN = {"enabled": False}
+REPLICA = "ServeReplica:default:Drafts"
+BODIES = [
+    {"prompt": prompt, "temperature": temperature, "seed": number, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    for number, (prompt, temperature) in enumerate((prompt, t) for prompt in PROMPTS for t in (0.0, 0.8))
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = (
+        "dtype=float32",
+        "log_format=json",
+        "page=demo",
+        "speculation=fixed",
+        "hang_timeout_s=6",
+        f'autoscaling={{"min_replicas": {NUM_ROUTERS}}}',
+        'draft_pool={"replicas": 1}',
+    )
+    with serving(tmp_path_factory.mktemp("pool") / "log", *settings) as server:
+        wait_until(lambda: is_leased(server))
+        yield server
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def metric(server: Server, name: str) -> dict[str, float]:
+    """The samples of a metric, by replica; of several samples of a replica, the sum."""
+    samples: dict[str, float] = {}
+    for line in httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines():
+        if found := re.match(rf'\w+:{name}{{.*replica="([^"]+)".*}} (.+)', line):
+            samples[found[1]] = samples.get(found[1], 0.0) + float(found[2])
+    return samples
+
+
+def is_leased(server: Server) -> bool:
+    """Whether the one worker is leased by both Routers."""
+    return [*metric(server, "draft_pool_leases").values()] == [NUM_ROUTERS]
+
+
+def stream(server: Server, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> tuple[list[int], int]:
+    """The tokens of a stream, and how many draft tokens it accepted; it fails if the stream ends with an error."""
+    tokens: list[int] = []
+    event: dict[str, Any] = {}
+    options = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    speculative = body.get("speculative", {}) | {"metrics": "summary"}
+    for event in Client(server.url).stream("/v1/completions", body | options | {"speculative": speculative}):
+        tokens += [token_id for choice in event["choices"] for token_id in choice["token_ids"]]
+        begin()
+    return tokens, event["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[list[int]]:
+    """The texts without drafts."""
+    with ThreadPoolExecutor(len(BODIES)) as threads:
+        return [tokens for tokens, _ in threads.map(lambda body: stream(server, body | {"speculative": PLAIN}), BODIES)]
+
+
+def worker(server: Server) -> psutil.Process:
+    (process,) = server.processes(REPLICA)
+    return process
+
+
+def test_one_worker_drafts_for_both_routers_and_changes_no_text(server: Server, expected: list[list[int]]) -> None:
+    before = metric(server, "spec_decode_num_accepted_tokens_total")
+    with ThreadPoolExecutor(len(BODIES)) as threads:
+        answers = list(threads.map(lambda body: stream(server, body), BODIES))
+    assert [tokens for tokens, _ in answers] == expected
+    assert all(num_accepted > NUM_TOKENS / 8 for _, num_accepted in answers)
+    after = metric(server, "spec_decode_num_accepted_tokens_total")
+    assert len(after) == NUM_ROUTERS
+    assert all(after[router] > before[router] for router in after)
+    assert server.processes("DraftWorker") == []
+    ((name, passes),) = metric(server, "draft_pool_passes_total").items()
+    assert metric(server, "draft_pool_proposals_total")[name] >= passes > 0
+    assert 0 <= metric(server, "draft_pool_utilisation")[name] <= 1
+
+
+def kill(server: Server) -> None:
+    assert httpx.post(f"{server.url}/demo/kill", json={"process": "draft"}, timeout=30).status_code == 202
+
+
+def hang(server: Server) -> None:
+    worker(server).send_signal(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("strike", [kill, hang])
+def test_texts_do_not_notice_the_loss_of_the_worker_and_drafts_come_back(
+    strike: Callable[[Server], None], server: Server, expected: list[list[int]]
+) -> None:
+    wait_until(lambda: is_leased(server))
+    (lost,) = metric(server, "draft_pool_leases")
+    resubmitted, has_begun = metric(server, "resubmissions_total"), Event()
+    with ThreadPoolExecutor(len(BODIES)) as threads:
+        waiting = [threads.submit(stream, server, body, has_begun.set) for body in BODIES]
+        assert has_begun.wait(60)
+        strike(server)
+        assert not all(answer.done() for answer in waiting)
+        assert [answer.result()[0] for answer in waiting] == expected
+    assert metric(server, "resubmissions_total") == resubmitted
+    wait_until(lambda: is_leased(server) and lost not in metric(server, "draft_pool_leases"))
+    tokens, num_accepted = stream(server, BODIES[0])
+    assert tokens == expected[0]
+    assert num_accepted > 0

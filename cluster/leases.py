@@ -16,7 +16,7 @@ __all__ = ["Lease", "Leases", "keep_lease"]
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.5
-_LONGEST_RETRY_S = 30.0
+_LONGEST_RETRY_S = 4.0
 _TAKE_S = 10.0
 _AVOIDED_S = 30.0
 """For how long a worker that failed is not leased again, if there is another."""

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from cluster.protocol.messages import (
@@ -349,4 +349,7 @@ class RemoteVerifier:
 
 def _judged(draft: Draft) -> Draft:
     """Return what the target needs of a draft."""
-    return draft if draft.confidences is None else replace(draft, confidences=None)
+    if draft.confidences is None:
+        return draft
+    # `dataclasses.replace` would take three times as long.
+    return Draft(draft.token_ids, draft.parents, draft.top_ids, draft.top_probs, 0, draft.is_predicted)

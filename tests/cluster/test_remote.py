@@ -1,7 +1,9 @@
 """The engine's two protocols over a link that fails in every way."""
 
 import asyncio
+import contextlib
 import logging
+import threading
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from engine.control.stats import PREPARATION, RunAheadStats
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Draft, StateRow, Verdict, chain
 from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
+from tests.cluster.wire import linked, serving
 from tests.waiting import wait_for
 
 VOCAB = 1000
@@ -432,3 +435,198 @@ async def test_the_ranks_forget_what_has_ended():
     await side.verifier.verify([verify_row("b", [1])])
     assert [one.released for one in side.verifiers] == [["a"], ["a"]]
     assert all(isinstance(request, Verify) for request in side.links[0].requests)
+
+
+# Two rounds in flight.
+
+
+def begin(side: TargetSide, *rows) -> asyncio.Task[list[Verdict]]:
+    return asyncio.ensure_future(side.verifier.verify(rows))
+
+
+async def test_a_round_is_sent_before_the_one_before_it_has_ended():
+    side = TargetSide()
+    rounds = [begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [3, 4]), verify_row("c", [5, 6]))]
+    await asyncio.sleep(0)
+    assert [request.round for request in side.links[0].requests] == [1, 2]
+    assert not any(one.done() for one in rounds)
+    assert [[verdict.token_ids for verdict in await one] for one in rounds] == [[[3]], [[7], [11]]]
+
+
+async def test_a_round_in_flight_adds_to_the_deadline_of_the_next():
+    """The second waits for the first."""
+    side = TargetSide()
+    await asyncio.gather(*(begin(side, verify_row(name, [1, 2])) for name in "ab"))
+    await begin(side, verify_row("c", [1, 2]))
+    deadlines = [request.deadline_s for request in side.links[0].requests]
+    assert deadlines == [PATIENT_S, 2 * PATIENT_S, PATIENT_S]
+    assert side.links[1].requests == side.links[0].requests
+
+
+async def test_rounds_in_flight_are_measured_from_the_end_of_the_one_before(monkeypatch):
+    side, tokens = TargetSide(), {name: [1, 2, *[3] * 62] for name in "ab"}
+    now_s, round_s, replies, arrive = 0.0, 0.5, [], side.links[0]._arrive
+    monkeypatch.setattr(side.links[0], "_arrive", lambda *reply: replies.append(reply))
+    monkeypatch.setattr(remote.time, "perf_counter", lambda: now_s)
+    for _ in range(12):
+        rounds = [begin(side, verify_row(name, ids)) for name, ids in tokens.items()]
+        for ids, one in zip(tokens.values(), rounds, strict=True):
+            while not replies:
+                await asyncio.sleep(0)
+            now_s += round_s
+            arrive(*replies.pop(0))
+            ids += (await one)[0].token_ids
+    assert side.verifier.calls.wait_s == pytest.approx(now_s)
+    own_s = 20 * round_s
+    assert [request.deadline_s for request in side.links[0].requests[-2:]] == [own_s, 2 * own_s]
+
+
+async def test_a_lost_connection_ends_both_rounds_and_neither_touches_the_ranks_that_come_next():
+    side = TargetSide()
+    side.links[0].faults = ["lose", "lose"]
+    rounds = [begin(side, verify_row(name, [1, 2])) for name in "ab"]
+    await asyncio.sleep(0)
+    side.links[1].break_connection("the worker closed the connection")
+    side.connect(2)
+    late = begin(side, verify_row("c", [1, 2]))
+    for one in rounds:
+        with pytest.raises(TargetError, match="the worker closed the connection"):
+            await one
+    assert [verdict.token_ids for verdict in await late] == [[3]]
+    assert side.verifier.is_available
+    assert not side.verifier._due_s
+    assert [request.round for request in side.links[0].requests] == [1]
+
+
+async def test_a_round_that_was_not_yet_sent_is_not_sent_to_other_ranks():
+    side = TargetSide()
+    await side.verifier._sending.acquire()
+    stale = begin(side, verify_row("a", [1, 2]))
+    await asyncio.sleep(0)
+    side.verifier.disconnect("killed")
+    side.connect(2)
+    side.verifier._sending.release()
+    with pytest.raises(TargetError, match="killed"):
+        await stale
+    assert side.links[0].requests == []
+    assert [verdict.token_ids for verdict in await begin(side, verify_row("a", [1, 2]))] == [[3]]
+
+
+async def test_every_rank_gets_rounds_in_the_same_order_even_if_one_has_no_room(monkeypatch):
+    side = TargetSide()
+    post, waits = side.links[1].post, iter([0.05, 0.0])
+
+    async def slow(request):
+        await asyncio.sleep(next(waits))
+        return await post(request)
+
+    monkeypatch.setattr(side.links[1], "post", slow)
+    await asyncio.gather(begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [1, 2])))
+    for link in side.links:
+        assert [request.round for request in link.requests] == [1, 2]
+
+
+async def test_rounds_larger_than_the_sockets_buffers_reach_all_ranks_in_order(credentials):
+    """Over sockets, to ranks of which one is busy: a round that finds no room holds up the next on all links."""
+    verifiers, ranks, may_read = [SumVerifier(), SumVerifier()], contextlib.ExitStack(), threading.Event()
+    with ranks:
+        links = []
+        for rank, verifier in enumerate(verifiers):
+            answer = TargetResponder(verifier, rank=rank, capacity=8, version=1).answer
+
+            def answer_later(request, *, answer=answer, rank=rank):
+                if rank == 1:
+                    may_read.wait(10)
+                return answer(request)
+
+            server = ranks.enter_context(serving(credentials.certificate, answer_later))
+            links.append(ranks.enter_context(linked(server.endpoint, credentials)))
+        remote_verifier = RemoteVerifier(vocab_size=VOCAB, timeout_s=PATIENT_S)
+        remote_verifier.connect(links)
+        tokens = {name: [nth, 1] * 500_000 for nth, name in enumerate("abcd")}
+        rounds = [asyncio.ensure_future(remote_verifier.verify([verify_row(*item)])) for item in tokens.items()]
+        await asyncio.sleep(0.2)
+        assert remote_verifier._sending.locked()
+        may_read.set()
+        verdicts = await asyncio.gather(*rounds)
+    assert [verdict.token_ids for (verdict,) in verdicts] == [[sum(ids) % VOCAB] for ids in tokens.values()]
+    for verifier in verifiers:
+        assert [rows[0].request.request_id for rows in verifier.seen] == list("abcd")
+
+
+async def evicted(side: TargetSide) -> tuple:
+    """Two rows of which the ranks have evicted the first one's prefix, and a row of another round."""
+    row, other, third = (verify_row(name, [nth, 2, 3]) for nth, name in enumerate(("a", "b", "c")))
+    await side.verifier.verify([row])
+    for nth in range(4):
+        await side.verifier.verify([verify_row(f"other {nth}", [1, 2])])
+    return row, other, third
+
+
+async def test_a_round_that_the_ranks_refuse_is_sent_again_after_the_one_behind_it():
+    side = TargetSide()
+    row, other, third = await evicted(side)
+    first, second = begin(side, row, other), begin(side, third)
+    assert [verdict.token_ids for verdict in await first] == [[5], [6]]
+    assert [verdict.token_ids for verdict in await second] == [[7]]
+    sent = [[entry.prefix.request_id for entry in request.rows] for request in side.links[0].requests[-3:]]
+    assert sent == [["a", "b"], ["c"], ["a", "b"]]
+    assert side.links[0].requests == side.links[1].requests
+
+
+async def test_a_request_that_ends_before_its_round_is_sent_again_is_left_out():
+    """The round that was computed meanwhile may have its blocks."""
+    side = TargetSide()
+    row, other, third = await evicted(side)
+    first, second = begin(side, row, other), begin(side, third)
+    await asyncio.sleep(0)
+    side.verifier.release("b")
+    assert [verdict.token_ids for verdict in await first] == [[5], []]
+    assert [verdict.token_ids for verdict in await second] == [[7]]
+    assert [entry.prefix.request_id for entry in side.links[0].requests[-1].rows] == ["a"]
+    assert "b" not in side.verifier._acknowledged._lengths
+
+
+async def test_a_round_whose_requests_have_all_ended_is_not_sent():
+    side = TargetSide()
+    row, _, third = await evicted(side)
+    first, second = begin(side, row), begin(side, third)
+    unsent = begin(side, verify_row("d", [1, 2]))
+    side.verifier.release("d")
+    await asyncio.sleep(0)
+    side.verifier.release("a")
+    assert await first == await unsent == [Verdict()]
+    assert [verdict.token_ids for verdict in await second] == [[7]]
+    assert len(side.links[0].requests) == 5 + 2
+    assert [verdict.token_ids for verdict in await begin(side, verify_row("e", [1, 2]))] == [[3]]
+
+
+async def test_a_request_that_ends_in_flight_is_released_once_behind_its_round():
+    side = TargetSide()
+    first, second = begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [1, 2]))
+    await asyncio.sleep(0)
+    side.verifier.release("a")
+    third = begin(side, verify_row("c", [1, 2]))
+    await asyncio.gather(first, second, third)
+    await begin(side, verify_row("b", [1, 2, 3]))
+    assert [request.released for request in side.links[0].requests] == [[], [], ["a"], []]
+    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
+    assert "a" not in side.verifier._acknowledged._lengths
+
+
+async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight():
+    side = TargetSide()
+    old = begin(side, verify_row("a", [1, 2, 3, 4]))
+    await asyncio.sleep(0)
+    side.verifier.release("a")
+    tokens = [7, 8]
+    row = verify_row("a", tokens)
+    new, other = begin(side, row), begin(side, verify_row("b", [1, 2]))
+    assert [verdict.token_ids for verdict in await new] == [[15]]
+    await asyncio.gather(old, other)
+    tokens.append(9)
+    row.request.token_ids.append(9)
+    again = replace(row, start=2)
+    assert [verdict.token_ids for verdict in await begin(side, again)] == [[24]]
+    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
+    assert side.links[0].requests[-1].rows[0].prefix.offset == 2

@@ -116,8 +116,9 @@ class RunAheadDrafter(PassesAhead):
         if any(answer.verdict for answer in answers):
             # Exactly one round lies between the last proposal and this one, so the time between them is a round's.
             num_grown = 0 if self._branches is None else self._branches.num_computed
-            # One late step costs less than fewer branches would.
-            self._pace.observe_request(arrived, is_late=self._work is not None and self._depth - num_grown > 1)
+            # The target waits for the rest of a pass under way, too: by a wide one, that may be most of a round.
+            is_growing = num_grown < self._depth or self._backend.is_busy
+            self._pace.observe_request(arrived, is_late=self._work is not None and is_growing)
         hits = [(answer, answer.branch) for answer in answers if answer.branch is not None]
         self._count_passes(is_used=bool(hits))
         if hits:

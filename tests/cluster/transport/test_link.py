@@ -39,6 +39,43 @@ async def test_calls_are_answered(credentials: Credentials, is_same_node: bool, 
 
 
 @ON_SAME_AND_OTHER_NODE
+async def test_a_call_that_has_begun_is_answered_while_others_begin(
+    credentials: Credentials, is_same_node: bool
+) -> None:
+    with (
+        serving(credentials.certificate) as server,
+        linked(server.endpoint, credentials, is_same_node=is_same_node) as link,
+    ):
+        first, second = await link.begin(ping(1)), await link.begin(ping(2))
+        assert (await second).round == 2
+        assert first.done()
+        assert (await first).round == 1
+        await asyncio.sleep(0)
+        assert not link._calls
+
+
+async def test_a_call_that_has_begun_fails_as_any_other(credentials: Credentials, tmp_path: Path) -> None:
+    """By its deadline, a lost connection, or `close`; one that nobody waits for any more is forgotten."""
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
+        with linked(endpoint, credentials) as link:
+            left = await link.begin(ping(1))
+            left.cancel()
+            late, lost = await link.begin(ping(2, deadline_s=0.1)), await link.begin(ping(3))
+            with pytest.raises(DeadlineError, match="no reply to round 2"):
+                await late
+            _, writer = await connections.get()
+            writer.close()
+            with pytest.raises(ConnectionLostError):
+                await lost
+            closed = await link.begin(ping(4))
+            link.close("process 9 died")
+            with pytest.raises(PeerGoneError, match="process 9 died"):
+                await closed
+            await asyncio.sleep(0)
+            assert not link._calls
+
+
+@ON_SAME_AND_OTHER_NODE
 def test_calls_are_answered_on_the_event_loop_that_ray_uses(
     credentials: Credentials, is_same_node: bool, dropped: Dropped
 ) -> None:

@@ -12,6 +12,7 @@ from deployments.wire import Generation, Outputs
 from engine.errors import QueueFullError, RequestError, TargetError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, RequestOutput, Verdict, VerifyRow
 from tests.deployments.fakes import Rig, generation, rounds_of
+from tests.engine.targets import SlowDrafter, alternate
 
 
 async def tokens(loop: RoundLoop, request: Generation) -> list[int]:
@@ -393,3 +394,52 @@ def test_time_without_work_does_not_count() -> None:
     rate.observe(0, now, has_work=False)
     rate.observe(0, now + 3600, has_work=True)
     assert rate.per_s == before
+
+
+# Two rounds in flight.
+
+
+def named(nth: int, **params: object) -> Generation:
+    return replace(generation(seed=nth, temperature=1.0, **params), request_id=f"request {nth}")
+
+
+async def test_two_cohorts_write_the_text_of_one(rig: Rig) -> None:
+    whole = [await tokens(rig.loop, named(seed)) for seed in range(3)]
+    alternate(rig.engine)
+    again = await asyncio.gather(*(tokens(rig.loop, named(seed)) for seed in range(3)))
+    assert again == whole
+
+
+async def test_clients_that_all_leave_while_two_rounds_are_in_flight_leave_the_loop_running(rig: Rig) -> None:
+    alternate(rig.engine)
+    rig.engine.drafter = SlowDrafter(rig.engine.drafter)
+    rig.engine.drafter.delay = 5
+    alone = await tokens(rig.loop, generation())
+    for turns in range(1, 40, 3):
+        clients = [asyncio.create_task(tokens(rig.loop, named(nth, max_tokens=100))) for nth in range(3)]
+        while rig.engine._flight is None:
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for client in clients:
+            client.cancel()
+        await asyncio.wait(clients)
+        while rig.engine.has_work:
+            await asyncio.sleep(0)
+    assert await tokens(rig.loop, generation()) == alone
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
+
+
+async def test_a_target_that_ends_in_every_round_is_given_up_with_two_rounds_in_flight(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round that has only begun is no progress."""
+    alternate(rig.engine)
+
+    async def lose(rows: Sequence[VerifyRow]) -> list[Verdict]:
+        raise TargetError("lost at once")
+
+    monkeypatch.setattr(rig.verifier, "verify", lose)
+    async with asyncio.timeout(10):
+        with pytest.raises(TargetError, match="failed 4 times in a row"):
+            await asyncio.gather(*(tokens(rig.loop, named(nth)) for nth in range(3)))

@@ -59,7 +59,8 @@ class VirtualIngress:
         router_loads.LOADS = self.loads
         self.loads.begin(generation.request_id, 1)
         metadata = RequestMetadata(generation.request_id, "internal")
-        pending = PendingRequest(args=[generation], kwargs={}, metadata=metadata)
+        no_future: Any = None  # a real one would need an event loop
+        pending = PendingRequest(args=[generation], kwargs={}, metadata=metadata, future=no_future)
         names: list[Any] = [Replica(ReplicaID(name, DeploymentID("Router"))) for name in sorted(self.loads.routers)]
         try:
             self._router.choose_replicas(names, pending).send(None)

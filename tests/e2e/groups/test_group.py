@@ -19,6 +19,7 @@ from engine.errors import ModelMismatchError, TargetError
 from tests.cluster.fakes import process_ids
 from tests.e2e.groups.generation import Text, generate, is_alive, model_config, running, submit
 from tests.e2e.servers import descendants
+from tests.engine.targets import alternate
 from tests.models import save_llama
 from tests.waiting import wait_for
 
@@ -102,6 +103,35 @@ async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
     assert not is_alive(before["target-1"])
     await generation.run()
     assert generation.text == expected
+
+
+async def test_with_two_rounds_in_flight_the_text_is_the_same_whoever_is_killed_or_hangs(
+    group: SpeculationGroup, expected: Text
+) -> None:
+    generation = generate(group)
+    alternate(generation.engine)
+    await generation.run(until=lambda: generation.num_tokens > 30)
+    assert generation.engine._flight is not None
+    os.kill(process_ids(group)["target-0"], signal.SIGKILL)
+    with pytest.raises(TargetError):
+        await generation.run()
+    generation.engine.reset()
+    await group.recover()
+    await wait_for(lambda: group.remote_drafter.is_available)
+    await generation.run(until=lambda: generation.num_tokens > 70)
+    stopped, timeouts = process_ids(group)["draft"], group.remote_drafter.fallbacks["timeout"]
+    os.kill(stopped, signal.SIGSTOP)
+    await generation.run(until=lambda: group.remote_drafter.fallbacks["timeout"] > timeouts)
+    assert generation.engine._flight is not None
+    os.kill(stopped, signal.SIGKILL)
+    await generation.run()
+    assert generation.text == expected
+    await wait_for(lambda: process_ids(group).get("draft", stopped) != stopped)
+    again = generate(group)
+    alternate(again.engine)
+    await again.run()
+    assert again.text == expected
+    assert again.engine.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.long

@@ -229,3 +229,19 @@ def test_what_was_cut_off_a_draft_is_drawn_anew_without_shared_noise():
         ModelDrafter(DraftModel(MODEL), settings), row(text, params=params)
     )
     assert drafter.stats.hits == 0
+
+
+@pytest.mark.parametrize(
+    ("num_missing", "is_busy", "is_narrower"), [(1, False, True), (0, True, True), (0, False, False)]
+)
+def test_branches_are_fewer_after_a_round_that_waited_for_one_step_or_its_end(num_missing, is_busy, is_narrower):
+    now, model = [100.0], Counting(MODEL)
+    model.is_busy = False
+    drafter, text = RunAheadDrafter(DraftModel(model), config(), clock=lambda: now[0]), [5, 9, 4]
+    propose(drafter, row(text, 0))
+    for _ in range(2 + K - num_missing):  # the first call settles the answer, the second predicts the verdicts
+        drafter.advance()
+    width, model.is_busy = drafter._pace.width, is_busy
+    now[0] += 0.01
+    propose(drafter, row([*text, next_token(text, GREEDY)]))
+    assert (drafter._pace.width < width) == is_narrower

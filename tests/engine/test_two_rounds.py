@@ -1,0 +1,205 @@
+"""Two rounds in flight: the text is that of one round after the other, for every drafter and rule.
+
+Mutants, and the test that failed for each when it was tried:
+
+MUTANTS
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import METHODS
+from engine.errors import TargetError
+from engine.laws import p_value
+from engine.params import SamplingParams
+from engine.protocols import run_in_process
+from engine.verification.rule import RULES
+from tests.engine.running import DRAFTERS, SAMPLING, chains, drafters, expected_tokens, make_engine, run
+from tests.engine.targets import OrderedTarget, SlowDrafter, alternate
+from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, TARGET, UNLIKE, joint_law, varied_requests
+
+
+def make_alternating(model, drafter, **settings):
+    """An engine of two cohorts, whose target and drafter take some turns of the event loop for each call."""
+    engine = make_engine(model, drafter, **settings)
+    engine.verifier = OrderedTarget(engine.verifier, engine.scheduler)
+    engine.drafter = SlowDrafter(engine.drafter)
+    engine.verifier.delay, engine.drafter.delay = 3, 1
+    alternate(engine)
+    return engine
+
+
+async def texts_of(engine, requests=()):
+    """Generate everything; return the tokens per request."""
+    for nth, (prompt, params) in enumerate(requests):
+        engine.add(str(nth), prompt, params)
+    texts = {str(nth): [] for nth in range(len(requests))}
+    while engine.has_work:
+        for output in await engine.step():
+            texts[output.request_id] += output.token_ids
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    assert engine.verifier.most == 2
+    return texts
+
+
+REQUESTS = varied_requests(16)
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """The text without speculation, one round after the other."""
+    return run(make_engine(target, num_speculative_tokens=0), REQUESTS)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+async def test_the_text_of_two_cohorts_is_that_of_one(name, target, draft, plain):
+    """With blocks for some of the requests only."""
+    settings = {"num_speculative_tokens": 6, "max_num_seqs": 12, "num_blocks": 90, "block_size": 4}
+    engine = make_alternating(target, drafters(target, draft)[name], **settings)
+    assert await texts_of(engine, REQUESTS) == plain
+    assert engine.stats.num_preemptions > 0
+    if name != "always wrong":
+        assert engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("verification", [name for name in RULES if name != "coupled"])
+async def test_the_law_of_two_cohorts_is_that_of_the_target(verification):
+    drafting = METHODS["tree" if verification == "k_sequential" else "model"]
+    engine = make_alternating(
+        TARGET, lambda config: drafting.make(config, DraftModel(UNLIKE, 5)), **SAMPLING, verification=verification
+    )
+    params = replace(LAWS["penalties"], max_tokens=LENGTH + 2, ignore_eos=True)
+    texts = await texts_of(engine, [(PROMPT, replace(params, seed=seed)) for seed in range(600)])
+    counts = Counter(tuple(text[:LENGTH]) for text in texts.values())
+    assert p_value(counts, joint_law(LAWS["penalties"])) > 1e-5
+    assert engine.stats.num_drafts > 0
+
+
+def long_requests(count):
+    return [([nth % 5, 1, 2], SamplingParams(seed=nth, max_tokens=24, ignore_eos=True)) for nth in range(count)]
+
+
+async def test_cohorts_differ_by_one_request_at_most_and_one_after_the_other_is_computed():
+    engine = make_alternating(TARGET, chains(TARGET), num_speculative_tokens=2)
+    texts = await texts_of(engine, requests := long_requests(9))
+    assert texts == {str(nth): expected_tokens(TARGET, *request) for nth, request in enumerate(requests)}
+    assert engine.verifier.sizes[:16] == [5, 4] * 8
+
+
+async def test_every_call_ends_a_round():
+    """Also the first, which begins two."""
+    engine = make_alternating(TARGET, None, num_speculative_tokens=0)
+    for nth, request in enumerate(long_requests(2)):
+        engine.add(str(nth), *request)
+    for nth in range(6):
+        (output,) = await engine.step()
+        assert output.request_id == str(nth % 2)
+
+
+async def test_a_single_request_is_in_one_round_after_the_other():
+    engine = make_alternating(TARGET, None, num_speculative_tokens=0)
+    ((prompt, params),) = long_requests(1)
+    engine.add("0", prompt, params)
+    tokens = [token for _ in range(24) for output in await engine.step() for token in output.token_ids]
+    assert tokens == expected_tokens(TARGET, prompt, params)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("num_cohorts", [1, 2])
+async def test_all_requests_may_be_aborted_while_the_drafter_works(num_cohorts):
+    """The round in flight ends as any other, and a round without requests is not sent."""
+    engine = make_alternating(TARGET, chains(TARGET), num_speculative_tokens=2)
+    alternate(engine, num_cohorts)
+    engine.drafter.delay = 5
+    for nth, request in enumerate(long_requests(4)):
+        engine.add(str(nth), *request)
+    await engine.step()
+    await engine.step()
+    sent = len(engine.verifier.sizes)
+    step = asyncio.create_task(engine.step())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for nth in range(4):
+        engine.abort(str(nth))
+    assert await step == []
+    while engine.has_work:
+        assert await engine.step() == []
+    assert len(engine.verifier.sizes) == sent
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_the_target_may_die_in_either_round(which, when):
+    engine = make_alternating(TARGET, chains(UNLIKE), num_speculative_tokens=2, max_num_seqs=4)
+    requests, texts = long_requests(6), {str(nth): [] for nth in range(6)}
+    for nth, request in enumerate(requests):
+        engine.add(str(nth), *request)
+    engine.verifier.dies = True
+    engine.verifier.faults.extend([None] * (4 + which) + [when])
+    num_lost = 0
+    while engine.has_work:
+        try:
+            outputs = await engine.step()
+        except TargetError:
+            num_lost += 1
+            engine.verifier.restart()
+            engine.reset()
+            assert not any(sequence.is_in_flight for sequence in engine.scheduler.waiting)
+            continue
+        for output in outputs:
+            texts[output.request_id] += output.token_ids
+    assert num_lost == 1
+    assert texts == {str(nth): expected_tokens(TARGET, *request) for nth, request in enumerate(requests)}
+
+
+async def test_a_switch_to_one_cohort_ends_the_round_in_flight_before_it_drafts():
+    engine = make_alternating(TARGET, chains(UNLIKE), num_speculative_tokens=2)
+    requests, texts = long_requests(6), {str(nth): [] for nth in range(6)}
+    for nth, request in enumerate(requests):
+        engine.add(str(nth), *request)
+    for nth in range(12):
+        alternate(engine, 1 + nth // 2 % 2)
+        before = len(engine.verifier.sizes)
+        called = []
+        await engine.run_round(meanwhile=lambda: called.append(None))  # noqa: B023
+        assert len(called) == 1
+        assert len(engine.verifier.sizes) - before == [0 if nth else 1, 1, 2, 1][nth % 4]
+        for output in engine.take_outputs():
+            texts[output.request_id] += output.token_ids
+    while engine.has_work:
+        for output in await engine.step():
+            texts[output.request_id] += output.token_ids
+    assert texts == {str(nth): expected_tokens(TARGET, *request) for nth, request in enumerate(requests)}
+
+
+async def test_outputs_can_be_delivered_while_the_drafter_works():
+    engine = make_alternating(TARGET, chains(UNLIKE), num_speculative_tokens=2)
+    for nth, request in enumerate(long_requests(4)):
+        engine.add(str(nth), *request)
+    await engine.step()
+    propose, noted = engine.drafter.propose, []
+
+    async def noting(rows):
+        noted.append("propose")
+        return await propose(rows)
+
+    engine.drafter.propose = noting
+    await engine.run_round(meanwhile=lambda: noted.append("deliver"))
+    assert noted == ["deliver", "propose"]
+    alternate(engine, 1)
+    await engine.run_round()  # ends what is in flight
+    noted.clear()
+    await engine.run_round(meanwhile=lambda: noted.append("deliver"))
+    assert noted == ["propose", "deliver"]
+
+
+def test_one_cohort_needs_no_event_loop():
+    engine = make_engine(TARGET, lambda config: ModelDrafter(DraftModel(TARGET), config))
+    engine.add("0", *long_requests(1)[0])
+    assert run_in_process(engine.step())

@@ -5,6 +5,7 @@ profile   what the parts of a round cost, in process and served
 methods   every drafting method with every verification rule, by domain of text, and transformers' own methods;
           --large: on a target of 0.4 billion weights that writes the same text
 paced     passes take as long as on named GPUs: what a round takes besides its passes, and what drafts gain
+twin      the same groups in virtual time: up to 256 rows, overlaps of draft and target, draft pools, mixed loads
 plan      which draft, length, pool and number of replicas pay, from acceptance and prices; measures nothing
 abuse     16 clients with costly bodies: what another client notices
 
@@ -37,6 +38,8 @@ from tests.bench.compare import CELLS, compile_models, show, write
 from tests.bench.methods.comparison import Selection, methods, show_parts
 from tests.bench.paced.comparison import paced
 from tests.bench.paced.roofline import PacedDevice
+from tests.bench.paced.virtual.commands import PAIRS, PARTS, twin
+from tests.bench.paced.virtual.measures import HIDDEN_ARMS
 from tests.bench.plan import accepted_of, plan, read_prices
 from tests.bench.profile import profile
 from tests.bench.turns import collect
@@ -116,6 +119,19 @@ def parse(arguments: list[str]) -> Namespace:
     paced.add_argument("--arms", nargs="+", default=("plain", "speculative", "run-ahead"), help=arms_help)
     paced.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7, 1.0), help="as 0,0.7,1")
     paced.add_argument("--png", type=Path, default=PLOTS / "paced.png", help="where the plot goes")
+    virtual = commands.add_parser("twin", formatter_class=ArgumentDefaultsHelpFormatter)
+    virtual.set_defaults(run=lambda options, console: twin(options, console, PLOTS))
+    virtual.add_argument("parts", nargs="+", choices=tuple(PARTS), help="what is measured")
+    virtual.add_argument("--pairs", nargs="+", default=PAIRS, help="devices and models")
+    virtual.add_argument("--rows", type=_integers, default=(1, 8, 32, 64, 256), help="requests of a group")
+    virtual.add_argument("--arms", nargs="+", default=HIDDEN_ARMS, help="of `hidden`; see `paced.group.Arm`")
+    virtual.add_argument("--temperature", type=float, default=0.7)
+    virtual.add_argument("--groups", type=_integers, default=(1, 2, 4, 6, 8), help="of `pool`: those of one draft GPU")
+    virtual.add_argument("--pool-arm", default="run-ahead", help="of `pool`")
+    virtual.add_argument("--seeds", type=int, default=3, help="repetitions with other prompts and noise")
+    virtual.add_argument("--warm", type=int, default=64, help="tokens of each request before the time is taken")
+    virtual.add_argument("--num-tokens", type=int, default=64, help="timed tokens of each request, on average")
+    virtual.add_argument("--json", type=Path, help="where the rows go")
     planned = commands.add_parser("plan", formatter_class=ArgumentDefaultsHelpFormatter)
     planned.set_defaults(run=_plan)
     planned.add_argument("--target", default="h100x4-70b", help="devices and model, as %(default)s")

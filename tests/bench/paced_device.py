@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "PACELINE_PACED"
 """The environment variable that names the devices of target and draft."""
 _SPIN_S = 130e-6
-"""A sleep ends up to this much late."""
+"""A sleep ends up to this much late, on Linux with its usual timer slack."""
 _LOG_S = 10.0
 
 
@@ -48,12 +48,34 @@ def pace(backend: Backend) -> Backend:
     return PacedBackend(backend, pair.draft if Path(backend.info.name).name == "draft" else pair.target)
 
 
+class Accelerator:
+    """Computes one pass after another: a GPU, or several that share a model.
+
+    Attributes:
+        idle_from: when all launched passes are over.
+        busy_s: seconds of passes so far.
+    """
+
+    def __init__(self) -> None:
+        self.idle_from = self.busy_s = 0.0
+
+    def launch(self, now: float, seconds: float) -> float:
+        """Queue a pass; return when it ends."""
+        self.idle_from = max(now, self.idle_from) + seconds
+        self.busy_s += seconds
+        return self.idle_from
+
+
 class PacedBackend:
     """A backend whose passes take the time of a paced device; all else is done by the backend that it wraps.
 
     As on CUDA, `run` only launches a pass: the device computes one pass after another, and the host continues until
     `wait`. The real compute takes place inside `run` and must fit into the pass; passes that did not fit are counted
     and logged, and then take as long as the CPU took.
+
+    Args:
+        accelerator: what computes the passes, where other backends use it, too.
+        spin_s: a sleep ends up to this much late.
 
     Attributes:
         num_passes, num_late: launched passes, and those whose real compute took longer than the device would.
@@ -66,12 +88,16 @@ class PacedBackend:
         *,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        accelerator: Accelerator | None = None,
+        spin_s: float = _SPIN_S,
     ) -> None:
         self._backend = backend
         self._paced = paced
         self._clock = clock
         self._sleep = sleep
-        self._idle_from = 0.0
+        self._accelerator = accelerator or Accelerator()
+        self._spin_s = spin_s
+        self._ends = 0.0
         self._next_log = 0.0
         self.num_passes = self.num_late = 0
         self.info = replace(backend.info, device=f"paced:{paced.name}")
@@ -84,23 +110,22 @@ class PacedBackend:
         """Launch a pass; see `Backend.run`."""
         launched = self._clock()
         output = self._backend.run(batch, draws)
-        ends = max(launched, self._idle_from) + self._paced.pass_seconds(work_of(batch))
-        self._idle_from = ends
+        self._ends = self._accelerator.launch(launched, self._paced.pass_seconds(work_of(batch)))
         self.num_passes += 1
-        if (now := self._clock()) > ends:
+        if (now := self._clock()) > self._ends:
             self.num_late += 1
-            self._log_late(now, now - ends)
+            self._log_late(now, now - self._ends)
         return output
 
     def wait(self) -> None:
         """Sleep until all launched passes are over; the last stretch spins, because a sleep ends late."""
-        while (remaining := self._idle_from - self._clock()) > 0:
-            if remaining > _SPIN_S:
-                self._sleep(remaining - _SPIN_S)
+        while (remaining := self._ends - self._clock()) > 0:
+            if remaining > self._spin_s:
+                self._sleep(remaining - self._spin_s)
 
     @property
     def is_busy(self) -> bool:
-        return self._clock() < self._idle_from
+        return self._clock() < self._ends
 
     def beside(self, part: Part, kv: KVTensors) -> tuple[Backend, KVTensors]:
         """Refuse: how long a thinned model's passes take is not known.

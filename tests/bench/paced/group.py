@@ -1,0 +1,230 @@
+"""What a paced group is made of, wherever it runs: models, roles and arms; and how its decoding is timed.
+
+`bare` puts the roles into processes, in the time of the wall; `virtual` puts them into one process, in virtual time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Self
+
+from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.workers.responder import DraftResponder, TargetResponder
+from engine.config import EngineConfig, ModelConfig, ModelInfo, Speculation
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import choose_method
+from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.engine import Engine
+from engine.execution.backend import Backend
+from engine.execution.registry import make_backend
+from engine.heads.registry import load_target
+from engine.models.loader import load_model
+from engine.models.registry import open_model
+from engine.models.source import ModelSource
+from engine.params import SamplingParams
+from engine.protocols import Overlap
+from engine.sampling.grammar import Grammars
+from engine.verification.verifier import ModelVerifier
+
+SPARE_TOKENS = 128
+"""Tokens of each row for drafts, and for the scratch places of running ahead."""
+OVERLAPS: dict[str, tuple[Overlap, ...]] = {
+    "in-turn": ("none",),
+    "run-ahead": ("ahead",),
+    "alternate": ("alternate",),
+    "any": ("none", "ahead", "alternate"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How a group decodes: who chooses the length of drafts, how long they are, and what overlaps a verification."""
+
+    name: str
+    k: int
+    speculation: Speculation
+    overlaps: tuple[Overlap, ...] = ("none",)
+
+    @classmethod
+    def of(cls, name: str, k: int) -> Self:
+        """Return the arm `plain`, or `speculative`, `adaptive` or `fixed-K`, or one of these with `-run-ahead`,
+        `-alternate` or `-any` behind it; the last three alone mean `speculative`.
+
+        Raises:
+            ValueError: there is no such arm.
+        """
+        overlap = next((word for word in OVERLAPS if name.endswith(word)), "in-turn")
+        base = name.removesuffix(overlap).removesuffix("-") or "speculative"
+        prefix, _, length = base.partition("-")
+        if base == "plain" and overlap == "in-turn":
+            return cls(name, 0, "off")
+        if base in ("speculative", "adaptive"):
+            return cls(name, k, "fixed" if base == "speculative" else "adaptive", OVERLAPS[overlap])
+        if prefix != "fixed" or not length.isdigit():
+            raise ValueError(f"there is no arm {name!r}")
+        return cls(name, int(length), "fixed", OVERLAPS[overlap])
+
+    @property
+    def runs_ahead(self) -> bool:
+        return "ahead" in self.overlaps
+
+    def force(self, engine: Engine, remote: RemoteDrafter) -> None:
+        """Let the engine overlap verifications as the arm says; the planner chooses only where there is a choice."""
+        if len(self.overlaps) == 1:
+            (remote.overlap,) = self.overlaps
+            num_cohorts = 2 if remote.overlap == "alternate" else 1
+            engine.planner.choose_cohorts = lambda num_decoding: num_cohorts  # type: ignore[method-assign]
+
+    def config(self, num_rows: int, longest: int, drafting: str = "model") -> EngineConfig:
+        """Return settings for so many rows of at most `longest` tokens, whose caches are never full."""
+        per_row = 2 + self.k
+        config = EngineConfig(
+            num_speculative_tokens=max(1, self.k),
+            speculation=self.speculation,
+            drafting=drafting,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=max(1024, num_rows * per_row),
+            enable_prefix_caching=False,
+        )
+        return replace(config, num_blocks=num_rows * -(-(longest + SPARE_TOKENS) // config.block_size) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The two models of a pair, each loaded once for all roles of a process, which have caches of their own."""
+
+    target: Backend
+    draft: Backend
+    target_source: ModelSource
+
+    @classmethod
+    def load(cls, target: str, draft: str) -> Self:
+        sources = [open_model(ModelConfig(path, device="cpu", dtype="float32")) for path in (target, draft)]
+        models = load_target(sources[0]), load_model(sources[1])
+        return cls(make_backend(models[0], sources[0]), make_backend(models[1], sources[1]), sources[0])
+
+    def verifier(self, config: EngineConfig, pace: Callable[[Backend], Backend]) -> ModelVerifier:
+        return ModelVerifier(pace(self.target), config, self._grammars())
+
+    def draft_model(self, backend: Backend, *, run_ahead: bool) -> DraftModel:
+        return DraftModel(backend, self.target.info.vocab_size, self._grammars(), run_ahead)
+
+    def drafter(
+        self, config: EngineConfig, pace: Callable[[Backend], Backend], clock: Callable[[], float], *, run_ahead: bool
+    ) -> ModelDrafter | RunAheadDrafter:
+        draft = self.draft_model(pace(self.draft), run_ahead=run_ahead)
+        return RunAheadDrafter(draft, config, clock=clock) if run_ahead else ModelDrafter(draft, config)
+
+    def _grammars(self) -> Grammars:
+        info = self.target.info
+        return Grammars(self.target_source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+
+
+def answer_verifications(verifier: ModelVerifier, config: EngineConfig) -> TargetResponder:
+    """Return what answers the Router's messages, as a target worker makes it."""
+    return TargetResponder(verifier, rank=0, capacity=4 * config.max_num_seqs, version=1)
+
+
+def answer_drafts(drafter: ModelDrafter | RunAheadDrafter, config: EngineConfig) -> DraftResponder:
+    """Return what answers the Router's messages, as a draft worker makes it."""
+    return DraftResponder(drafter, capacity=4 * config.max_num_seqs, version=1)
+
+
+def make_engine(
+    arm: Arm, config: EngineConfig, info: ModelInfo, clock: Callable[[], float]
+) -> tuple[Engine, RemoteDrafter, RemoteVerifier]:
+    """Return an engine as a Router makes it, and its two roles, which are not connected yet."""
+    drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0, overlaps=arm.overlaps)
+    verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
+    method = choose_method(config, has_draft_model=True)
+    assert config.num_blocks is not None
+    engine = Engine(
+        config,
+        info,
+        drafter=method.drafter_of_engine(config, drafter if method.runs_in == "draft" else method.make(config, None)),
+        verifier=verifier,
+        num_blocks=config.num_blocks + 1,
+        clock=clock,
+        remote=drafter,
+    )
+    arm.force(engine, drafter)
+    return engine, drafter, verifier
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Rounds of a fixed set of requests, none of which begins or ends in them.
+
+    Attributes:
+        num_tokens: committed by all requests.
+        rounds_s: the seconds of each round, from the end of the one before.
+        texts: all tokens of each request, those before the stretch included.
+    """
+
+    num_tokens: int = 0
+    rounds_s: list[float] = field(default_factory=list)
+    rounds_by_length: dict[tuple[int, str], int] = field(default_factory=dict)
+    texts: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.rounds_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class Finish:
+    """Lets several groups decode until all of them have been timed, so that nobody is timed beside idle ones."""
+
+    def __init__(self, num_groups: int = 1) -> None:
+        self.num_left = num_groups
+
+
+async def decode(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    *,
+    num_warm: int,
+    num_tokens: int,
+    clock: Callable[[], float],
+    seed: int = 0,
+    finish: Finish | None = None,
+) -> Stretch:
+    """Time the decoding of some prompts together, by `num_tokens` tokens each on average; then end them.
+
+    Args:
+        num_warm: tokens that each request has before the stretch begins.
+    """
+    finish = finish or Finish()
+    texts: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    longest = engine.max_model_len - max(map(len, prompts))
+    for index, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
+        params = SamplingParams(temperature=temperature, seed=seed + index, max_tokens=longest, ignore_eos=True)
+        engine.add(str(index), prompt, params)
+    stretch, total, first, ends, is_timed = Stretch(texts=texts), 0, 0, list[float](), False
+    while finish.num_left:
+        await engine.run_round()
+        if not (outputs := engine.take_outputs()):
+            continue
+        for output in outputs:
+            texts[output.request_id] += output.token_ids
+            total += len(output.token_ids)
+        if is_timed:
+            continue
+        if ends:
+            ends.append(clock())
+        elif min(map(len, texts.values())) >= num_warm:
+            first, before = total, engine.stats.num_rounds_by_length.copy()
+            ends.append(clock())
+        if ends and total - first >= num_tokens * len(prompts):
+            stretch.num_tokens, is_timed = total - first, True
+            stretch.rounds_by_length = dict(engine.stats.num_rounds_by_length - before)
+            finish.num_left -= 1
+    stretch.rounds_s = [later - earlier for earlier, later in pairwise(ends)]
+    for request_id in texts:
+        engine.abort(request_id)
+    return stretch

@@ -1,0 +1,96 @@
+"""The command `twin`: measures parts in virtual time, prints their tables and draws their pictures."""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from tests.bench.compare import write
+from tests.bench.paced.group import Models
+from tests.bench.paced.light_pair import make_light_pair
+from tests.bench.paced.virtual.measures import Bench, Lead, hidden, lead, pools
+from tests.bench.paced.virtual.report import draw_hidden, draw_pools, show_hidden, show_leads, show_pools
+from tests.bench.workload import read_prompts
+
+PAIRS = ("h100x4-70b+h100-1b", "h100-8b+h100-1b")
+FIXED = ("plain", "fixed-2", "fixed-4", "fixed-2-run-ahead", "fixed-4-run-ahead", "fixed-4-alternate")
+"""What `adaptive` is compared with: lengths and overlaps that somebody could have set."""
+MIXED_K = 8
+"""The longest draft of the mixed load."""
+
+
+def twin(options: Namespace, console: Console, plots: Path) -> list[str]:
+    """Measure the chosen parts."""
+    torch.set_num_threads(1)  # the passes are small
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="paceline-pair-")))
+        target, draft = map(str, make_light_pair(folder))
+        bench = Bench(
+            Models.load(target, draft),
+            read_prompts(target),
+            num_warm=options.warm,
+            num_tokens=options.num_tokens,
+        )
+        found = []
+        for part in options.parts:
+            found += PARTS[part](options, bench, console, plots)
+    if options.json is not None:
+        write(found, options.json)
+    return []
+
+
+def _hidden(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+    found = list(hidden(bench, options.pairs, options.rows, options.temperature, options.arms))
+    show_hidden(found, console)
+    draw_hidden(found, plots / "hidden.png")
+    return [*found]
+
+
+def _adaptive(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+    leads: list[Lead] = []
+    for pair in options.pairs:
+        for rows in options.rows:
+            heats, seeds = [options.temperature], range(options.seeds)
+            leads.append(lead(bench, pair, rows, heats, "adaptive-any", FIXED, seeds)[0])
+    show_leads("adaptive over the best fixed length and overlap, off included", leads, console)
+    return [*leads]
+
+
+def _mixed(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+    """Half of the rows repeat what they read, half write freely: by the bundled pair, at T = 0 and 1."""
+    paths = str(BUNDLED_TARGET), str(BUNDLED_DRAFT)
+    prompts = read_prompts(paths[0])
+    half = len(prompts) // 2
+    # Each kind at each temperature, since rows get prompts and the temperatures 0 and 1 in turn.
+    repeating = [(prompt[:40] * 4)[:150] for prompt in prompts[:half]]
+    mixed = [
+        prompt
+        for index in range(0, half - 1, 2)
+        for prompt in (*repeating[index : index + 2], *prompts[half + index : half + index + 2])
+    ]
+    ours = Bench(Models.load(*paths), mixed, k=MIXED_K, num_warm=bench.num_warm, num_tokens=bench.num_tokens)
+    others, leads = [f"fixed-{k}" for k in (0, 1, 2, 3, 4, 6, 8) if k], []
+    for pair in options.pairs:
+        leads.append(lead(ours, pair, 16, [0.0, 1.0], "adaptive", others, range(options.seeds), "model+suffix")[0])
+    show_leads("a mixed load: budgets per row over one k for all", leads, console)
+    return [*leads]
+
+
+def _pool(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+    found = list(pools(bench, options.pairs[0], options.rows[0], options.temperature, options.groups, options.pool_arm))
+    show_pools(found, console)
+    draw_pools(found, plots / "pool.png")
+    return [timed for places in found for timed in places]
+
+
+PARTS: Mapping[str, Callable[[Namespace, Bench, Console, Path], list[object]]] = {
+    "hidden": _hidden,
+    "adaptive": _adaptive,
+    "mixed": _mixed,
+    "pool": _pool,
+}

@@ -1,0 +1,257 @@
+"""What is measured in the twin: the gain of a hidden draft, what the controls are worth, and the draft pool."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, stdev
+
+from scipy.stats import t as student
+
+from tests.bench.paced.group import Arm, Finish, Models, Stretch, decode
+from tests.bench.paced.roofline import Pair
+from tests.bench.paced.virtual.twin import Place, Twin
+from tests.bench.paced.virtual.wire import Costs
+
+_STAGGER_S = 0.0037
+"""Between the starts of two groups, so that their rounds have different phases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all twins of a measurement have in common.
+
+    Attributes:
+        num_warm: tokens of each request before the time is taken: the drafter and the planner learn meanwhile.
+        num_tokens: tokens of each request that are timed, on average.
+    """
+
+    models: Models
+    prompts: Sequence[Sequence[int]]
+    costs: Costs = field(default_factory=Costs)
+    k: int = 4
+    num_warm: int = 64
+    num_tokens: int = 64
+
+    @property
+    def context(self) -> float:
+        """The mean context of a row while it is timed."""
+        return mean(map(len, self.prompts)) + self.num_warm + self.num_tokens / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One arm in the twin.
+
+    Attributes:
+        rows: requests of each group.
+        length: tokens of a row in a round.
+        hit_rate: proposals whose drafts were prepared; None where nobody runs ahead.
+        target_busy, draft_busy: the shares of time in which the GPUs of targets, and those of drafts, compute.
+        wanted_lengths: rounds by the draft length that was planned.
+    """
+
+    pair: str
+    arm: str
+    place: Place
+    num_groups: int
+    rows: int
+    temperature: str
+    seed: int
+    tokens_per_s: float
+    num_gpus: int
+    round_ms: float
+    length: float
+    hit_rate: float | None
+    target_busy: float
+    draft_busy: float
+    wanted_lengths: dict[int, int]
+
+    @property
+    def per_gpu(self) -> float:
+        return self.tokens_per_s / self.num_gpus
+
+
+def time_arm(
+    bench: Bench,
+    pair: str,
+    name: str,
+    rows: int,
+    temperatures: Sequence[float],
+    *,
+    seed: int = 0,
+    place: Place = "own",
+    num_groups: int = 1,
+    drafting: str = "model",
+) -> tuple[Timed, list[Stretch]]:
+    """Time one arm; the temperatures and the prompts are given to the rows in turn."""
+    arm = Arm.of(name, bench.k)
+    longest = max(map(len, bench.prompts)) + bench.num_warm + 4 * bench.num_tokens
+    config = arm.config(rows, longest, drafting)
+    heats = list(itertools.islice(itertools.cycle(temperatures), rows))
+
+    async def one(number: int) -> Stretch:
+        await asyncio.sleep(number * _STAGGER_S)
+        start = (seed + number) * rows
+        prompts = [bench.prompts[(start + index) % len(bench.prompts)] for index in range(rows)]
+        return await decode(
+            twin.groups[number].engine,
+            prompts,
+            heats,
+            num_warm=bench.num_warm,
+            num_tokens=bench.num_tokens,
+            clock=twin.loop.time,
+            seed=1000 * seed + start,
+            finish=finish,
+        )
+
+    async def all_groups() -> list[Stretch]:
+        return await asyncio.gather(*map(one, range(num_groups)))
+
+    finish = Finish(num_groups)
+    with Twin(bench.models, Pair.of(pair), arm, config, bench.costs, place=place, num_groups=num_groups) as twin:
+        stretches = twin.run(all_groups())
+        now = twin.loop.time()
+    stats = [group.remote_drafter.run_ahead for group in twin.groups]
+    hits = sum(one.hits for one in stats if one)
+    misses = sum(sum(one.misses.values()) for one in stats if one)
+    rates = [stretch.tokens_per_s for stretch in stretches]
+    num_rounds = [len(stretch.rounds_s) for stretch in stretches]
+    lengths: dict[int, int] = {}
+    for stretch in stretches:
+        for (length, _), count in stretch.rounds_by_length.items():
+            lengths[length] = lengths.get(length, 0) + count
+    timed = Timed(
+        pair,
+        name,
+        place,
+        num_groups,
+        rows,
+        "/".join(f"{heat:g}" for heat in temperatures),
+        seed,
+        tokens_per_s=sum(rates),
+        num_gpus=twin.num_gpus if arm.k else num_groups * Pair.of(pair).target.num_gpus,
+        round_ms=mean(1e3 * stretch.seconds / count for stretch, count in zip(stretches, num_rounds, strict=True)),
+        length=mean(one.num_tokens / count / rows for one, count in zip(stretches, num_rounds, strict=True)),
+        hit_rate=hits / (hits + misses) if hits + misses else None,
+        target_busy=mean(group.gpus.busy_s / now for group in twin.groups),
+        draft_busy=mean(gpu.busy_s / now for gpu in twin.draft_gpus) if twin.draft_gpus else 0.0,
+        wanted_lengths=dict(sorted(lengths.items())),
+    )
+    return timed, stretches
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """How much of the draft an arm hides.
+
+    Attributes:
+        gain: tokens/s over those of drafts in turn.
+        bound: `1 + k * t_draft / t_verify` by the roofline: what it would be if drafts took no time, and rounds nothing
+            but passes.
+        share_of_bound: of that gain.
+        free_gain: what it would be if drafts took no time, everything else as it is.
+    """
+
+    timed: Timed
+    gain: float
+    bound: float
+    share_of_bound: float
+    free_gain: float
+
+
+HIDDEN_ARMS = ("speculative", "run-ahead", "alternate", "any", "adaptive-any")
+
+
+def hidden(
+    bench: Bench, pairs: Sequence[str], sizes: Sequence[int], temperature: float, arms: Sequence[str] = HIDDEN_ARMS
+) -> Iterator[Hidden]:
+    """Compare what overlaps a verification with drafts in turn, which are the first arm.
+
+    Raises:
+        RuntimeError: a text is not that of drafts in turn.
+    """
+    for pair, rows in itertools.product(pairs, sizes):
+        named = Pair.of(pair)
+        bound = named.bound(rows, bench.k, bench.context)
+        base, texts = time_arm(bench, pair, "speculative", rows, [temperature])
+        free, _ = time_arm(bench, pair, "speculative", rows, [temperature], place="free")
+        for arm in arms:
+            timed, stretches = (
+                (base, texts) if arm == "speculative" else time_arm(bench, pair, arm, rows, [temperature])
+            )
+            check_texts(texts, stretches)
+            gain = timed.tokens_per_s / base.tokens_per_s
+            yield Hidden(timed, gain, bound, (gain - 1) / (bound - 1), free.tokens_per_s / base.tokens_per_s)
+
+
+def check_texts(ones: Iterable[Stretch], others: Iterable[Stretch]) -> None:
+    """Raise RuntimeError if two arms' texts differ, as far as both wrote them."""
+    for one, other in zip(ones, others, strict=True):
+        for name, text in one.texts.items():
+            length = min(len(text), len(other.texts[name]))
+            if text[:length] != other.texts[name][:length]:
+                raise RuntimeError(f"request {name} has another text")
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The tokens/s of one arm over those of the best of several others, by seed; with a 95 % interval of the mean."""
+
+    pair: str
+    rows: int
+    temperature: str
+    best: str
+    ratios: list[float]
+
+    @property
+    def mean(self) -> float:
+        return mean(self.ratios)
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width."""
+        count = len(self.ratios)
+        return float(student.ppf(0.975, count - 1)) * stdev(self.ratios) / count**0.5 if count > 1 else float("nan")
+
+
+def lead(
+    bench: Bench,
+    pair: str,
+    rows: int,
+    temperatures: Sequence[float],
+    arm: str,
+    others: Sequence[str],
+    seeds: Sequence[int],
+    drafting: str = "model",
+) -> tuple[Lead, list[Timed]]:
+    """Compare an arm with the arm that is best over all seeds."""
+    found = {
+        (name, seed): time_arm(bench, pair, name, rows, temperatures, seed=seed, drafting=drafting)[0]
+        for seed in seeds
+        for name in (arm, *others)
+    }
+    best = max(others, key=lambda name: mean(found[name, seed].tokens_per_s for seed in seeds))
+    ratios = [found[arm, seed].tokens_per_s / found[best, seed].tokens_per_s for seed in seeds]
+    return Lead(pair, rows, found[arm, seeds[0]].temperature, best, ratios), list(found.values())
+
+
+def pools(
+    bench: Bench, pair: str, rows: int, temperature: float, counts: Sequence[int], arm: str
+) -> Iterator[tuple[Timed, Timed, Timed]]:
+    """Time so many groups on one draft GPU; the same with a draft GPU each; and with drafts beside the targets, by the
+    fastest way that is known for them."""
+    for count in counts:
+        pooled, own = (
+            time_arm(bench, pair, arm, rows, [temperature], place=place, num_groups=count)[0]
+            for place in ("pool", "own")
+        )
+        # Drafts beside the target share nothing between groups.
+        beside = max(
+            (
+                time_arm(bench, pair, name, rows, [temperature], place="beside", num_groups=count)[0]
+                for name in ("plain", "fixed-2", "speculative")
+            ),
+            key=lambda timed: timed.per_gpu,
+        )
+        yield pooled, own, beside

@@ -1,0 +1,157 @@
+"""The twin of one or several speculation groups: what is between engine and models is the product's own.
+
+Models compute, so texts, acceptance and messages are real; passes take the time of the named devices on the clock of
+the process that they run in.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, TypeVar
+
+import cluster.remote
+import cluster.workers.draft_pool
+import cluster.workers.responder
+from cluster.remote import RemoteDrafter
+from cluster.workers.draft_pool import DraftPool
+from engine.config import EngineConfig
+from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.engine import Engine
+from engine.execution.backend import Backend
+from tests.bench.paced.group import Arm, Models, answer_drafts, answer_verifications, make_engine
+from tests.bench.paced.roofline import PacedDevice, Pair, Work
+from tests.bench.paced.virtual.clock import Process, VirtualLoop, virtual_time
+from tests.bench.paced.virtual.wire import Costs, VirtualLink, VirtualWorker
+from tests.bench.paced_device import Accelerator, PacedBackend
+
+T = TypeVar("T")
+
+Place = Literal["own", "beside", "pool", "free"]
+"""Where drafts are made: on a GPU of each group's own, on one of the target's GPUs, on a GPU of all groups; or in no
+time at all, which no system can do."""
+TIMED = cluster.remote, cluster.workers.responder, cluster.workers.draft_pool
+"""The modules that read the time themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One Router with its target, whose passes `gpus` computes."""
+
+    engine: Engine
+    remote_drafter: RemoteDrafter
+    gpus: Accelerator
+
+
+class Twin:
+    """Groups of the same pair, arm and settings. Within this context, product modules read its event loop's time.
+
+    Attributes:
+        num_gpus: of all groups and their drafts.
+        drafters: what drafts, to look at.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        pair: Pair,
+        arm: Arm,
+        config: EngineConfig,
+        costs: Costs,
+        *,
+        place: Place = "own",
+        num_groups: int = 1,
+    ) -> None:
+        self.loop = VirtualLoop()
+        self.groups: list[Group] = []
+        self.draft_gpus: list[Accelerator] = []
+        self.drafters: list[Any] = []
+        self.num_gpus = num_groups * pair.target.num_gpus
+        self._models, self._pair, self._arm, self._config, self._costs = models, pair, arm, config, costs
+        self._time = virtual_time(*TIMED)
+        self._place, self._num_groups = place, num_groups
+
+    def __enter__(self) -> Self:
+        self._time.__enter__()
+        self.run(self._start())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.run(asyncio.sleep(0))
+        self.loop.close()
+        self._time.__exit__(*error)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    async def _start(self) -> None:
+        """Start all workers, and connect the Routers to them."""
+        self._tasks = []
+        pool = self._start_pool() if self._place == "pool" else None
+        for number in range(1, self._num_groups + 1):
+            router, target, gpus = Process(), Process(), Accelerator()
+            verifier = self._models.verifier(self._config, _pace(self._pair.target, target, gpus))
+            target_worker = VirtualWorker(target, self._costs)
+            responder = answer_verifications(verifier, self._config)
+            self._serve(target_worker.serve(responder.answer, responder.work))
+            draft_worker = self._start_draft(gpus) if pool is None else pool
+            engine, drafter, verifier = make_engine(self._arm, self._config, self._models.target.info, self.loop.time)
+            verifier.connect([VirtualLink(router, target_worker, self._costs)])
+            drafter.connect(VirtualLink(router, draft_worker, self._costs, 1 if pool is None else number))
+            self.groups.append(Group(engine, drafter, gpus))
+
+    def _start_draft(self, target_gpus: Accelerator) -> VirtualWorker:
+        process = Process()
+        gpu = target_gpus if self._place == "beside" else self._add_gpu()
+        pace = _pace(None if self._place == "free" else self._pair.draft, process, gpu)
+        drafter = self._models.drafter(self._config, pace, process.clock, run_ahead=self._arm.runs_ahead)
+        self.drafters.append(drafter)
+        worker, responder = VirtualWorker(process, self._costs), answer_drafts(drafter, self._config)
+        self._serve(worker.serve(responder.answer, responder.work))
+        return worker
+
+    def _start_pool(self) -> VirtualWorker:
+        process, config, count = Process(), self._config, self._num_groups
+        assert config.num_blocks is not None
+        backend = _pace(self._pair.draft, process, self._add_gpu())(self._models.draft)
+        draft = self._models.draft_model(backend, run_ahead=self._arm.runs_ahead)
+        settings = replace(config, max_num_seqs=count * config.max_num_seqs, num_blocks=count * config.num_blocks)
+        pool = DraftPool(draft, settings, clock=process.clock)
+        # A drafter that runs ahead is made by the method, which knows no clock but the machine's.
+        pool._make = lambda settings, draft: RunAheadDrafter(draft, settings, clock=process.clock)
+        for number in range(1, count + 1):
+            pool.join(number, 4 * config.max_num_seqs)
+        self.drafters.append(pool)
+        worker = VirtualWorker(process, self._costs)
+        self._serve(worker.serve_pool(pool))
+        return worker
+
+    def _add_gpu(self) -> Accelerator:
+        self.draft_gpus.append(Accelerator())
+        self.num_gpus += self._pair.draft.num_gpus
+        return self.draft_gpus[-1]
+
+    def _serve(self, serving: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(serving))
+
+
+def _pace(device: PacedDevice | None, process: Process, accelerator: Accelerator) -> Callable[[Backend], Backend]:
+    """Return what gives a backend the pace of a device; None takes no time."""
+
+    def pace(backend: Backend) -> Backend:
+        paced: Any = PacedBackend(
+            backend, device or _Instant(), clock=process.clock, sleep=process.sleep, accelerator=accelerator, spin_s=0.0
+        )
+        return paced
+
+    return pace
+
+
+class _Instant:
+    """A device whose passes take no time."""
+
+    name = "no time"
+
+    def pass_seconds(self, work: Work) -> float:
+        return 0.0

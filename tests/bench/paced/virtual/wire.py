@@ -1,0 +1,157 @@
+"""Links and workers in virtual time: what `cluster.transport` is between real processes.
+
+Messages are encoded and decoded as they are there, so nothing is shared between the two ends.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.protocol.messages import (
+    AnyReply,
+    AnyRequest,
+    Propose,
+    RoundMessage,
+    Verify,
+    decode_reply,
+    decode_request,
+    encode,
+)
+from cluster.transport import DeadlineError, PeerGoneError
+from cluster.workers.draft_pool import DraftPool
+from tests.bench.paced.virtual.clock import Process
+
+Answer = Callable[[AnyRequest], AnyReply | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that a round takes besides its passes.
+
+    Attributes:
+        wire_s: a message from a process to another, the waking of the other included.
+        router_s, router_row_s: of the Router, for each message that it sends or gets, and for each row in it.
+        worker_s, worker_row_s: of a worker, for each message and each row in it, before its pass.
+    """
+
+    wire_s: float = 0.25e-3
+    router_s: float = 0.1e-3
+    router_row_s: float = 10e-6
+    worker_s: float = 0.25e-3
+    worker_row_s: float = 25e-6
+
+
+FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class VirtualWorker:
+    """A worker: answers requests one at a time, and works ahead while none has arrived; see `Server.serve`."""
+
+    def __init__(self, process: Process, costs: Costs) -> None:
+        self._process = process
+        self._costs = costs
+        self._requests: deque[tuple[bytes, Callable[[bytes], None]]] = deque()
+        self._has_requests = asyncio.Event()
+
+    def deliver(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
+        self._requests.append((payload, reply))
+        self._has_requests.set()
+
+    async def serve(self, answer: Answer, work: Callable[[], bool]) -> None:
+        is_working = False
+        while True:
+            if self._requests:
+                request, host_s, send = self._take()
+
+                def answered(request: AnyRequest = request, send: Callable[[AnyReply], None] = send) -> None:
+                    if (reply := answer(request)) is not None:
+                        send(reply)
+
+                await self._process.compute(answered, after_s=host_s)
+                is_working = True
+            elif is_working:
+                is_working = await self._process.compute(work)
+            else:
+                await self._wait()
+
+    async def serve_pool(self, pool: DraftPool) -> None:
+        """Draft for several groups, whose links have the versions under which they joined; see `PoolWorker.serve`."""
+        is_working = False
+        while True:
+            while self._requests:
+                request, host_s, send = self._take()
+                await self._process.compute(pool.submit, request.version, request, send, after_s=host_s)
+                is_working = True
+            if is_working:
+                is_working = await self._process.compute(pool.step)
+            else:
+                await self._wait()
+
+    def _take(self) -> tuple[AnyRequest, float, Callable[[AnyReply], None]]:
+        """Return the next request, the seconds that the host takes for it, and what sends its reply."""
+        payload, deliver = self._requests.popleft()
+        request, loop = decode_request(payload), asyncio.get_running_loop()
+
+        def send(reply: AnyReply) -> None:
+            loop.call_at(self._process.clock() + self._costs.wire_s, deliver, encode(reply))
+
+        return request, self._costs.worker_s + _num_rows(request) * self._costs.worker_row_s, send
+
+    async def _wait(self) -> None:
+        self._has_requests.clear()
+        await self._has_requests.wait()
+
+
+class VirtualLink:
+    """A link of a Router to a worker; late replies are dropped, and nothing is ever lost."""
+
+    def __init__(self, router: Process, worker: VirtualWorker, costs: Costs, version: int = 1) -> None:
+        self.version = version
+        self._router = router
+        self._worker = worker
+        self._costs = costs
+        self._is_closed = False
+
+    async def call(self, request: RoundMessage) -> AnyReply:
+        """Send a request and return its reply; errors as of `Link.call`."""
+        return await (await self.begin(request))
+
+    async def begin(self, request: RoundMessage) -> asyncio.Future[AnyReply]:
+        """Send a request, and return the future of its reply."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[AnyReply] = loop.create_future()
+        host_s = await self._send(request, lambda payload: self._receive(payload, reply, host_s))
+        late = DeadlineError(f"no reply to round {request.round} within {request.deadline_s:g} s")
+        timer = loop.call_later(request.deadline_s, lambda: None if reply.done() else reply.set_exception(late))
+        reply.add_done_callback(lambda _: timer.cancel())
+        return reply
+
+    async def post(self, request: RoundMessage) -> float:
+        await self._send(request, lambda payload: None)
+        return asyncio.get_running_loop().time() + request.deadline_s
+
+    def close(self, reason: str = "") -> None:
+        self._is_closed = True
+
+    async def _send(self, request: RoundMessage, reply: Callable[[bytes], None]) -> float:
+        """Send a request; return the seconds that the Router takes for such a message."""
+        if self._is_closed:
+            raise PeerGoneError("the link was closed")
+        host_s = self._costs.router_s + _num_rows(request) * self._costs.router_row_s
+        payload = encode(request)
+        await self._router.spend(host_s)
+        asyncio.get_running_loop().call_later(self._costs.wire_s, self._worker.deliver, payload, reply)
+        return host_s
+
+    def _receive(self, payload: bytes, reply: asyncio.Future[AnyReply], host_s: float) -> None:
+        async def read() -> None:
+            await self._router.spend(host_s)
+            if not reply.done():
+                reply.set_result(decode_reply(payload))
+
+        self._reading = asyncio.create_task(read())
+
+
+def _num_rows(message: RoundMessage) -> int:
+    return len(message.rows) if isinstance(message, Propose | Verify) else 0

@@ -1,5 +1,6 @@
 """How does a draft model draft before the verdict is known?
 
 In reading order: `passes` (how many fit before the next request, and launching them), `branches` (drafts for the
-likeliest verdicts), `chains`, and `trees`, which keep growing after they were sent.
+likeliest verdicts), `chains`, `trees`, which keep growing after they were sent, and `shared_pass` (the passes of
+several drafters as one).
 """

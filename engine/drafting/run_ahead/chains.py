@@ -16,7 +16,7 @@ they run ahead for rules without shared noise.
 
 import functools
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,9 +26,9 @@ from engine.drafting.model.chain_drafter import complete_chains
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
 from engine.drafting.model.next_tokens import NUM_CANDIDATES, has_confidences
-from engine.drafting.model.token_drawer import Chain, TokenDrawer
+from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer
 from engine.drafting.run_ahead.branches import Branches, DraftContext, Verdict, VerdictPredictor
-from engine.drafting.run_ahead.passes import WIDTHS, PassesAhead
+from engine.drafting.run_ahead.passes import WIDTHS, Pass, PassesAhead, Work
 from engine.protocols import Draft, ProposeRow
 from engine.verification.rule import rule_of
 
@@ -84,19 +84,24 @@ class RunAheadDrafter(PassesAhead):
 
     def stop(self) -> None:
         """Drop all branches."""
+        if self._wanted is not None and self._branches is None:
+            # `catch_up` has counted the last tokens as computed, and now this pass is not launched.
+            length = max(group.length for group in self._wanted.batch.paged.groups)
+            for context in self._contexts.values():
+                del context.prefix.token_ids[-length:]
         self._contexts = {}
-        self._branches = self._work = self._unsettled = None
+        self._branches = self._work = self._wanted = self._unsettled = None
 
     def _propose(self, rows: list[ProposeRow], arrived: float) -> list[Draft]:
         answers = self._look_up(rows, arrived)
         if self._is_worth_waiting(answers):
             able = self._take_over(answers)
             if lacking := [answer for answer in able if answer.num_missing]:
-                started, num_late = self._clock(), max(answer.num_missing for answer in lacking)
+                started, num_late = self.clock(), max(answer.num_missing for answer in lacking)
                 complete_chains(
                     self._drawer, self.cache, [answer.row for answer in lacking], [answer.chain for answer in lacking]
                 )
-                self._pace.observe_late_steps(self._clock() - started, num_late)
+                self._pace.observe_late_steps(self.clock() - started, num_late)
             self._prepare(able)
         else:
             self._unsettled = lambda: self._prepare(self._take_over(answers))
@@ -196,7 +201,7 @@ class RunAheadDrafter(PassesAhead):
         }
         self._work = self._grow(list(self._contexts.values()))
 
-    def _grow(self, contexts: Sequence[DraftContext]) -> Generator[None, None, None]:
+    def _grow(self, contexts: Sequence[DraftContext]) -> Work:
         width = WIDTHS[self._pace.width]
         # Branches take scratch places in free blocks.
         contexts = [
@@ -215,18 +220,21 @@ class RunAheadDrafter(PassesAhead):
         requests = [context.request for context in contexts]
         for draws in self._drawer.plan(requests, branches.depths(), self._depth):
             runs = functools.partial(self._drawer.runs, requests, branches.depths(), branches.paths, branches.tips)
-            branches.add(self._drawer.run(branches.next_pass(), draws, runs))
-            yield
+            yield Pass(self._drawer, branches.next_pass(), draws, runs, branches.add)
 
-    def _predict_verdicts(self, contexts: Sequence[DraftContext], width: int) -> Generator[None, None, None]:
+    def _predict_verdicts(self, contexts: Sequence[DraftContext], width: int) -> Work:
         """Compute every context to its end, and predict verdicts by the draft's own draws at each position."""
         requests = [context.request for context in contexts]
         drafted = [context.chain.token_ids for context in contexts]
         batch = yield from self.cache.catch_up(requests, drafted)
         depths = [[len(tokens)] for tokens in drafted]
-        drawn = self._drawer.step(batch, requests, depths, lambda: [[tokens] for tokens in drafted])
-        assert drawn.ranking is not None
-        yield
-        self._predictor.rank(contexts, drawn.ranking)
+        (draws,) = self._drawer.plan(requests, depths)
+        paths = [[tokens] for tokens in drafted]
+        runs = functools.partial(self._drawer.runs, requests, depths, lambda: paths)
+        drawn: list[Drawn] = []
+        yield Pass(self._drawer, batch, draws, runs, drawn.append)
+        (tips,) = (one.ranking for one in drawn)
+        assert tips is not None
+        self._predictor.rank(contexts, tips)
         for context in contexts:
             context.verdicts = self._predictor.predict(context, width, self._drawer.end_ids(context.request))

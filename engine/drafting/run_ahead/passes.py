@@ -2,13 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.control.stats import PREPARATION, RunAheadStats
+from engine.drafting.model.token_drawer import Drawn, TokenDrawer
 from engine.execution.backend import Backend
+from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, ProposeRow
+from engine.sampling.logits import Run
+from engine.sampling.noise import Draws
 
 WIDTHS = (4, 6, 8, 12, 16, 20, 24)
 _SMOOTHING = 0.9
@@ -16,6 +20,25 @@ _LONGEST_ROUND_S = 1.0
 _SLACK = 0.8
 _PROBE_ROUNDS = 50
 """After so many rounds without a measured pass, one round measures again, because passes may be faster by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass that is not launched yet; `runs` as of `TokenDrawer.run`, and `take` gets what it draws."""
+
+    drawer: TokenDrawer
+    batch: ForwardBatch
+    draws: Draws | None
+    runs: Callable[[], list[Run]]
+    take: Callable[[Drawn], None]
+
+    def run(self) -> Drawn:
+        """Launch the pass."""
+        return self.drawer.run(self.batch, self.draws, self.runs)
+
+
+Work = Generator[Pass | None, None, None]
+"""The passes of a drafter, one after the other: each is yielded to be launched, or launched and None is yielded."""
 
 
 class Pace:
@@ -101,10 +124,10 @@ class PassesAhead(ABC):
         self.stats = RunAheadStats()
         self.runs_ahead = True
         self._backend = backend
-        self._clock = clock
+        self.clock = clock
         self._pace = Pace(clock)
-        self._work: Generator[None, None, None] | None = None
-        """The passes to launch; yields after every one."""
+        self._work: Work | None = None
+        self._wanted: Pass | None = None
         self._unsettled: Callable[[], None] | None = None
         """Brings the cache up to date with drafts that were sent as they were prepared."""
         self._launched: float | None = None
@@ -113,7 +136,7 @@ class PassesAhead(ABC):
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a draft per row; empty if the context or the cache is full."""
-        arrived = self._clock()
+        arrived = self.clock()
         self._is_mid_pass = self._launched is not None and self._backend.is_busy  # not with another group's pass
         self._launched = None
         with torch.inference_mode():
@@ -149,14 +172,37 @@ class PassesAhead(ABC):
             self.end_pass()
             if self._unsettled is not None:
                 self.settle()
-            elif self._work is not None:
-                self._step(self._work)
+            elif (wanted := self.wanted()) is not None:
+                started, num_prepared = self.clock(), PREPARATION.counts.total()
+                wanted.take(wanted.run())
+                self.note_launch(started, num_prepared)
         return self._work is not None
+
+    def wanted(self) -> Pass | None:
+        """Return the pass to launch next; None if there is none, or it was launched. The cache must be settled."""
+        if self._wanted is None and self._work is not None:
+            started, num_prepared = self.clock(), PREPARATION.counts.total()
+            try:
+                self._wanted = next(self._work)
+                if self._wanted is None:
+                    self.note_launch(started, num_prepared)
+            except StopIteration:
+                self._work = None
+                self._pace.observe_finish()
+        return self._wanted
+
+    def note_launch(self, started: float, num_prepared: int) -> None:
+        """Note that the wanted pass was launched, after `started`, when so many kernels had been prepared."""
+        self._wanted = None
+        # What is compiled or recorded once says nothing about the next pass.
+        self._launched = started if PREPARATION.counts.total() == num_prepared else None
+        self._num_passes += 1
+        self.stats.num_forwards += 1
 
     def end_pass(self) -> None:
         """Note that the pass that was launched is over: call this before the device does anything else."""
         if self._launched is not None:
-            self._pace.observe_pass(self._clock() - self._launched)
+            self._pace.observe_pass(self.clock() - self._launched)
             self._launched = None
 
     @abstractmethod
@@ -188,15 +234,3 @@ class PassesAhead(ABC):
         """Count the passes since the last proposal as wasted, unless a result of theirs is used."""
         self.stats.num_wasted += 0 if is_used else self._num_passes
         self._num_passes = 0
-
-    def _step(self, work: Generator[None, None, None]) -> None:
-        started, num_prepared = self._clock(), PREPARATION.counts.total()
-        try:
-            next(work)
-            # What is compiled or recorded once says nothing about the next pass.
-            self._launched = started if PREPARATION.counts.total() == num_prepared else None
-            self._num_passes += 1
-            self.stats.num_forwards += 1
-        except StopIteration:
-            self._work = None
-            self._pace.observe_finish()

@@ -12,14 +12,14 @@ keys and values.
 import functools
 import math
 import time
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.levelwise import TIP, Kept, TreeLevel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.tree_drafter import COMPUTED_PER_NODE, BestFirstTree, TreeDrafter
-from engine.drafting.run_ahead.passes import WIDTHS, PassesAhead
+from engine.drafting.run_ahead.passes import WIDTHS, PassesAhead, Work
 from engine.execution.batch import ForwardBatch
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, run_in_process
 
@@ -161,9 +161,9 @@ class RunAheadTreeDrafter(PassesAhead):
         return bool(levels)
 
     def _compute_late(self, batch: ForwardBatch, levels: Sequence[TreeLevel[BestFirstTree]]) -> None:
-        started = self._clock()
+        started = self.clock()
         self._grower.compute(batch, levels)
-        self._pace.observe_late_steps(self._clock() - started, 1)
+        self._pace.observe_late_steps(self.clock() - started, 1)
 
     def _plant_missing(self, rows: Sequence[ProposeRow]) -> None:
         for row in rows:
@@ -178,7 +178,7 @@ class RunAheadTreeDrafter(PassesAhead):
             if TIP not in tree.next_tokens
         ]
 
-    def _grow_ahead(self) -> Generator[None, None, None]:
+    def _grow_ahead(self) -> Work:
         self._take_results()
         self._plant_missing(list(self._rows.values()))
         if levels := self._uncomputed():
@@ -187,11 +187,9 @@ class RunAheadTreeDrafter(PassesAhead):
         while levels := self._likeliest():
             yield from self._compute_ahead(self._grower.batch(levels), levels)
 
-    def _compute_ahead(
-        self, batch: ForwardBatch, levels: list[TreeLevel[BestFirstTree]]
-    ) -> Generator[None, None, None]:
+    def _compute_ahead(self, batch: ForwardBatch, levels: list[TreeLevel[BestFirstTree]]) -> Work:
         self._under_way = functools.partial(self._grower.add_children, levels, self._grower.launch(batch, levels))
-        yield
+        yield None
         self._take_results()
 
     def _likeliest(self) -> list[TreeLevel[BestFirstTree]]:

@@ -45,6 +45,12 @@ class Passes(PassesAhead):
     def settled(self):
         self.num_settled += 1
 
+    def release(self, request_id):
+        pass
+
+    def stop(self):
+        pass
+
     def _propose(self, rows, arrived):
         return arrived
 

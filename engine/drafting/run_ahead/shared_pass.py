@@ -1,0 +1,107 @@
+"""Shared passes: the passes of several drafters over one model and one cache, launched as one.
+
+A pass of a small model reads its weights, be it for one row or for a hundred. So drafters of several groups of
+requests, which run ahead at the same time, take little longer together than one alone.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.control.stats import PREPARATION
+from engine.drafting.model.next_tokens import Ranking
+from engine.drafting.model.token_drawer import Drawn
+from engine.drafting.run_ahead.passes import Pass, PassesAhead
+from engine.execution.attention import Group, PagedContext
+from engine.execution.batch import ForwardBatch
+from engine.sampling.noise import Draws
+
+
+def advance_together(drafters: Sequence[PassesAhead], max_rows: int) -> None:
+    """Launch the next pass of the first drafter, and with it those of others, up to so many rows.
+
+    Nothing may be under way on the device, and the drafters' caches must be settled.
+    """
+    clock = drafters[0].clock
+    started, num_prepared = clock(), PREPARATION.counts.total()
+    with torch.inference_mode():
+        sharing: list[tuple[PassesAhead, Pass]] = []
+        for drafter in drafters:
+            wanted = drafter.wanted()
+            if wanted is not None and _fits(wanted, [one for _, one in sharing], max_rows):
+                sharing.append((drafter, wanted))
+        if sharing:
+            drawn = run_together([wanted for _, wanted in sharing])
+            for (drafter, wanted), part in zip(sharing, drawn, strict=True):
+                wanted.take(part)
+                drafter.note_launch(started, num_prepared)
+
+
+def run_together(passes: Sequence[Pass]) -> list[Drawn]:
+    """Launch passes as one, and return what each draws; all must fit together."""
+    if len(passes) == 1:
+        return [passes[0].run()]
+    draws = [one.draws for one in passes if one.draws is not None]
+    counts = [len(one.batch.logit_indices) for one in passes]
+    drawn = passes[0].drawer.run(_joined([one.batch for one in passes]), _joined_draws(draws), list)
+    tokens, ranking = torch.split(drawn.tokens, counts), drawn.ranking
+    if ranking is None:
+        return [Drawn(part) for part in tokens]
+    ids = [None] * len(counts) if ranking.token_ids is None else torch.split(ranking.token_ids, counts)
+    rankings = [Ranking(*part) for part in zip(torch.split(ranking.scores, counts), ids, strict=True)]
+    return [Drawn(part, None, ranked) for part, ranked in zip(tokens, rankings, strict=True)]
+
+
+def _fits(wanted: Pass, others: Sequence[Pass], max_rows: int) -> bool:
+    if not others:
+        return True
+    shapes = {_shape(one) for one in (wanted, *others)}
+    num_rows = sum(group.rows for one in (wanted, *others) for group in one.batch.paged.groups)
+    return None not in shapes and len(shapes) == 1 and num_rows <= max_rows
+
+
+def _shape(one: Pass) -> tuple[int, bool] | None:
+    """Return what passes must have in common to be launched as one; None of a pass that shares with no other."""
+    (group, *others), batch = one.batch.paged.groups, one.batch
+    if others or one.draws is None or batch.source_inputs or batch.carried is not None:
+        return None
+    if group.is_prompt_start or group.states is not None or group.source_lengths is not None:
+        return None
+    return group.length, group.extra is None
+
+
+def _joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:
+    """Return one batch of the rows of several, a group each, of one length."""
+    groups = [batch.paged.groups[0] for batch in batches]
+    starts = accumulate((len(batch.token_ids) for batch in batches), initial=0)
+    indices = [batch.logit_indices + start for batch, start in zip(batches, starts, strict=False)]
+    extra = [group.extra for group in groups if group.extra is not None]
+    group = Group(
+        start=0,
+        rows=sum(group.rows for group in groups),
+        length=groups[0].length,
+        blocks=_stacked([group.blocks for group in groups]),
+        positions=torch.cat([group.positions for group in groups]),
+        places=torch.cat([group.places for group in groups]),
+        limits=torch.cat([group.limits for group in groups]),
+        extra=_stacked(extra) if extra else None,
+    )
+    tokens = torch.cat([batch.token_ids for batch in batches])
+    return ForwardBatch(tokens, torch.cat(indices), PagedContext(batches[0].paged.kv, [group]))
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors row after row, padded with zeros to one width: block 0, or place 0, which each token sees."""
+    width = max(tensor.shape[-1] for tensor in tensors)
+    return torch.cat([F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors])
+
+
+def _joined_draws(draws: Sequence[Draws]) -> Draws:
+    firsts = accumulate((len(one.keys) for one in draws), initial=0)
+    rows = [torch.where(one.rows > 0, one.rows + first, 0) for one, first in zip(draws, firsts, strict=False)]
+    return Draws(
+        torch.cat([one.temperatures for one in draws]), torch.cat([one.keys for one in draws]), torch.cat(rows)
+    )

@@ -14,7 +14,8 @@ from cluster.config import GroupConfig, suited_to_models
 from cluster.leases import Lease, Leases, keep_lease
 from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
-from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.remote_drafter import RemoteDrafter
+from cluster.remote_verifier import RemoteVerifier
 from cluster.speed_up import check_placed
 from cluster.transport import Connector
 from cluster.worker_set import WorkerDiedError, WorkerSet, introduce, start_draft, start_target

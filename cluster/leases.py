@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from cluster.remote import RemoteDrafter
+from cluster.remote_drafter import RemoteDrafter
 from cluster.transport import Connector
 from cluster.workers.pool_worker import Lease
 from engine.errors import TargetError

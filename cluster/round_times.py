@@ -1,8 +1,9 @@
-"""RoundTimes and DraftTimes: how long the target and the draft may take for a round, learned from earlier rounds."""
+"""How long rounds waited for the workers, and how long target and draft may take, learned from earlier rounds."""
 
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from statistics import median
 
 from engine.protocols import VerifyRow
@@ -14,6 +15,26 @@ _DRAFT_FACTOR, _LEAST_DRAFT_S = 4, 0.2
 _NUM_DRAFTS, _SLOWER = 16, 4
 
 Shape = tuple[object, ...]
+
+
+@dataclass(slots=True)
+class Calls:
+    """Counters of the rounds that called a worker, since the start.
+
+    Attributes:
+        wait_s: seconds from the calls to their replies.
+        compute_s: of these, the seconds that the worker computed; for a target, rank 0.
+        num_hits, num_misses: rounds whose drafts a run-ahead worker had all prepared, and all other rounds.
+    """
+
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+    num_hits: int = 0
+    num_misses: int = 0
+
+    def since(self, before: "Calls") -> "Calls":
+        """Return the counts since `before`."""
+        return Calls(*(getattr(self, entry.name) - getattr(before, entry.name) for entry in fields(self)))
 
 
 class RoundTimes:
@@ -70,6 +91,7 @@ class DraftTimes:
         self._shares: deque[float] = deque(maxlen=_NUM_DRAFTS)
         self._best_s = math.inf
         self._started: float | None = None
+        self._is_hidden = False
 
     def deadline_s(self, limit_s: float) -> float:
         """Return the seconds that drafts may take: 4 times the longest of recent waits, but 0.2 s or more."""
@@ -77,9 +99,15 @@ class DraftTimes:
             return limit_s
         return min(limit_s, max(_LEAST_DRAFT_S, _DRAFT_FACTOR * max(self._waits)))
 
-    def observe(self, started: float, now: float) -> None:
-        """Record a wait from `started` to `now`; the round before lasted until `started`."""
-        if self._started is not None:
+    def observe(self, started: float, now: float, *, is_hidden: bool = False) -> None:
+        """Record a wait from `started` to `now`; the round before lasted until `started`.
+
+        `is_hidden` says that the target verified other requests meanwhile, so that the wait need not cost anything.
+        """
+        if is_hidden != self._is_hidden:
+            self._is_hidden = is_hidden
+            self._shares.clear()
+        elif self._started is not None:
             self._shares.append(self._waits[-1] / (started - self._started))
         self._started = started
         self._waits.append(now - started)
@@ -87,12 +115,13 @@ class DraftTimes:
     def is_slow(self, num_draft_tokens: int) -> bool:
         """Return whether the draft is slower than it is worth.
 
-        It is if it takes so much of a round that it would not pay if all of its tokens were accepted; or a quarter of
-        that, and four times what it once took.
+        It is if it takes so much of a round that it would not pay if all of its tokens were accepted, unless it is
+        hidden; or a quarter of that, and four times what it once took.
         """
         if len(self._shares) < _NUM_DRAFTS:
             return False
         share, wait_s = median(self._shares), median(self._waits)
         self._best_s = min(self._best_s, wait_s)
         most = num_draft_tokens / (num_draft_tokens + 1)
-        return share > most or (share > most / 4 and wait_s > _SLOWER * self._best_s)
+        is_costly = share > most and not self._is_hidden
+        return is_costly or (share > most / 4 and wait_s > _SLOWER * self._best_s)

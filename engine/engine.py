@@ -191,8 +191,8 @@ class Engine:
         await self.run_round()
         return self.take_outputs()
 
-    async def run_round(self, meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Run one round; `take_outputs` returns what it commits.
+    async def run_round(self, meanwhile: Callable[[], object] = lambda: None) -> bool:
+        """Run one round, and return whether it computed prompts; `take_outputs` returns what it commits.
 
         With two cohorts, end the round of one once that of the other has begun, which the next call ends.
 
@@ -212,8 +212,10 @@ class Engine:
         if flight is not None and self.scheduler.num_cohorts > 1:
             later = await self._begin()
         self._flight = later
-        if flight is not None:
-            await self._end(flight)
+        if flight is None:
+            return False
+        await self._end(flight)
+        return any(row.start < row.request.prompt_length for row in flight.batch)
 
     async def _begin(self, before_verify: Callable[[], object] = lambda: None) -> _Flight | None:
         """Propose for the next batch and send it to the target; with one cohort, `_end` sends it."""
@@ -252,7 +254,8 @@ class Engine:
         ended, before = self._clock(), self._round_ended or 0.0
         started = max(flight.started_s, before)
         seconds = RoundSeconds(ended - started, flight.draft_s, ended - max(flight.sent_s, before))
-        self._learn(flight.plan, batch, verdicts, seconds)
+        self.planner.observe(flight.plan, batch, verdicts, seconds)
+        self.stats.num_rounds_by_length[flight.plan.num_draft_tokens, flight.plan.reason] += 1
         self._committed.append(_Round(batch, outputs, started, ended))
         for sequence, _ in outputs:
             if sequence.finish_reason is not None:
@@ -271,11 +274,6 @@ class Engine:
                 if output.finish_reason is not None:
                     self.request_stats.release(output.request_id)
         return [output for done in rounds for _, output in done.outputs]
-
-    def _learn(self, plan: Plan, batch: list[ScheduledRow], verdicts: Ids[Verdict], seconds: RoundSeconds) -> None:
-        """Teach the planner a round, and count its length."""
-        self.planner.observe(plan, batch, verdicts, seconds)
-        self.stats.num_rounds_by_length[plan.num_draft_tokens, plan.reason] += 1
 
     async def _propose(self, plan: Plan, batch: list[ScheduledRow]) -> list[Draft]:
         # A row in prefill gets no draft yet, but its prompt lets a drafter that runs ahead prepare one.

@@ -329,12 +329,11 @@ def run_in_process(work: Coroutine[Any, Any, T] | Generator[None, None, T]) -> T
 
     Unlike `asyncio.run`, this works inside a running event loop, as in a notebook. Raises RuntimeError if it waited.
     """
-    while True:
-        try:
-            awaited = work.send(None)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        if awaited is not None:
-            work.close()
-            raise RuntimeError("a drafter or verifier of this process waited for something; it must only compute")
+    try:
+        while work.send(None) is None:
+            pass
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    work.close()
+    raise RuntimeError("a drafter or verifier of this process waited for something; it must only compute")

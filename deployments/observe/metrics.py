@@ -41,7 +41,9 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
-from cluster.remote import Calls, RemoteDrafter, RemoteVerifier
+from cluster.remote_drafter import RemoteDrafter
+from cluster.remote_verifier import RemoteVerifier
+from cluster.round_times import Calls
 from deployments.observe.draft_health import DraftHealth
 from deployments.observe.tracing import TracedStats, make_tracer
 from deployments.wire import Generation

@@ -138,9 +138,8 @@ class RoundLoop:
                 continue
             started = time.perf_counter()
             calls = self._metrics.calls()
-            is_prefill = self._engine.scheduler.has_prompts
             try:
-                await self._engine.run_round(meanwhile=self._begin_delivery)
+                is_prefill = await self._engine.run_round(meanwhile=self._begin_delivery)
             except TargetError as error:
                 await self._delivery
                 await self._recover(error)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cluster.group import SpeculationGroup
-from cluster.protocol.messages import AnyReply, AnyRequest, Ping, decode_request, encode
+from cluster.protocol.messages import AnyReply, AnyRequest, Ping, Pong, decode_request, encode
 from cluster.transport import Endpoint, Link, OnBreak
 from cluster.transport.credentials import Credentials
 from cluster.transport.frames import FrameConnection
@@ -131,3 +131,14 @@ def process_ids(group: SpeculationGroup) -> dict[str, int]:
     drafts = {} if group._draft is None else {"draft": group._draft.processes[0].pid}
     ranks = [] if group._target is None else group._target.processes
     return drafts | {f"target-{rank}": process.pid for rank, process in enumerate(ranks)}
+
+
+def answering(make):
+    """Return a link whose peer answers pings, and everything else with what `make` returns."""
+
+    def answer(request: AnyRequest):
+        if isinstance(request, Ping):
+            return Pong(request.round, request.version, 0.0)
+        return make(request)
+
+    return FakeLink(answer)

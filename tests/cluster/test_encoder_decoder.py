@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
-from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.remote_drafter import RemoteDrafter
+from cluster.remote_verifier import RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import ModelDrafter

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.remote_drafter import RemoteDrafter
+from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Connector, Endpoint
 from cluster.workers.features import FeatureSource, receiver
 from cluster.workers.loading import load_drafter, load_verifier

@@ -14,7 +14,7 @@ from cluster import remote as remote_module
 from cluster import round_times
 from cluster.config import GroupConfig
 from cluster.leases import Lease, keep_lease
-from cluster.remote import RemoteDrafter
+from cluster.remote_drafter import RemoteDrafter
 from cluster.round_times import DraftTimes
 from cluster.transport import Connector, Endpoint
 from cluster.workers.loading import load_verifier

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 import torch
 
-from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.remote_drafter import RemoteDrafter
+from cluster.remote_verifier import RemoteVerifier
 from deployments.observe.metrics import ReplicaMetrics, RouterMetrics
 from deployments.router.delivery import Stream
 from deployments.router.round_loop import RoundLoop

@@ -1,9 +1,4 @@
-"""Two rounds in flight: the text is that of one round after the other, for every drafter and rule.
-
-Mutants, and the test that failed for each when it was tried:
-
-MUTANTS
-"""
+"""Two rounds in flight: the text is that of one round after the other, for every drafter and rule."""
 
 import asyncio
 from collections import Counter

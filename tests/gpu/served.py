@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.remote_drafter import RemoteDrafter
+from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Connector, Server
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig

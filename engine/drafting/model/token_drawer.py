@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,10 +58,15 @@ class Chain:
     rankings: list[RankedRow] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
 
+    @property
+    def per_token(self) -> tuple[list[Any], ...]:
+        """The fields in order."""
+        return self.token_ids, self.top_ids, self.top_probs, self.rankings, self.confidences
+
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        for per_token in (self.token_ids, self.top_ids, self.top_probs, self.rankings, self.confidences):
-            del per_token[length:]
+        for values in self.per_token:
+            del values[length:]
 
     def draft(self) -> Draft:
         """Return a copy of the chain as it is sent to the target."""

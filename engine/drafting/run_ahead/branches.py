@@ -67,10 +67,9 @@ class DraftContext:
 
         With shared noise, it is what would be drawn now.
         """
-        following = self.chain.token_ids[accepted:]
-        if following[:1] != [token] or not following[1:]:
+        if self.chain.token_ids[accepted : accepted + 1] != [token] or accepted + 1 == len(self.chain.token_ids):
             return None
-        return Chain(following[1:], confidences=self.chain.confidences[accepted + 1 :])
+        return Chain(*(per_token[accepted + 1 :] for per_token in self.chain.per_token))
 
 
 class VerdictPredictor:
@@ -99,7 +98,9 @@ class VerdictPredictor:
         rows = [row for i, context in enumerate(contexts) for row in (*context.chain.rankings, (tips, i))]
         next_tokens = iter(joined(rows).next_tokens())
         for context in contexts:
-            context.next_tokens = list(itertools.islice(next_tokens, len(context.chain.token_ids) + 1))
+            context.next_tokens += itertools.islice(next_tokens, len(context.chain.rankings) + 1)
+            if len(context.next_tokens) <= len(context.chain.token_ids):  # cut twice before this
+                context.next_tokens = []
             context.chain.rankings.clear()
 
     def predict(self, context: DraftContext, count: int, end_ids: Collection[int]) -> list[Verdict]:

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import complete_chains
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
-from engine.drafting.model.next_tokens import NUM_CANDIDATES, has_confidences
+from engine.drafting.model.next_tokens import NUM_CANDIDATES, NextTokens, has_confidences
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer
 from engine.drafting.run_ahead.branches import Branches, DraftContext, Verdict, VerdictPredictor
 from engine.drafting.run_ahead.passes import WIDTHS, Pass, PassesAhead, Work
@@ -46,6 +46,8 @@ class _Answer:
     branch: tuple[DraftContext, int] | None = None
     """The index of the branch for that verdict; None if there is none, and no draft."""
     chain: Chain = field(default_factory=Chain)
+    next_tokens: list[NextTokens] = field(default_factory=list)
+    """The likeliest tokens at the first places of the chain, as far as they are known."""
 
     @property
     def num_missing(self) -> int:
@@ -142,6 +144,8 @@ class RunAheadDrafter(PassesAhead):
         if self._predictor.shares_noise and (rest := context.after_cut(*verdict)):
             answer.chain = rest
             rest.cut(answer.row.num_draft_tokens)
+            first = verdict[0] + 1
+            answer.next_tokens = context.next_tokens[first : first + len(rest.token_ids)]
             return None
         if self._branches is None or not self._branches.num_computed or not context.verdicts:
             return "unprepared"
@@ -194,10 +198,10 @@ class RunAheadDrafter(PassesAhead):
         if not self.runs_ahead:
             return
         self._depth = max((answer.row.num_draft_tokens for answer in answers), default=0) or self._depth
-        requests = [answer.row.request for answer in answers]
+        by_name = {answer.row.request.request_id: answer for answer in answers}
         self._contexts = {
-            request.request_id: DraftContext(request, answer.chain, self.cache.prefixes[request.request_id])
-            for request, answer in zip(requests, answers, strict=True)
+            name: DraftContext(answer.row.request, answer.chain, self.cache.prefixes[name], answer.next_tokens)
+            for name, answer in by_name.items()
         }
         self._work = self._grow(list(self._contexts.values()))
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Self
 
-from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.remote_drafter import RemoteDrafter
+from cluster.remote_verifier import RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo, Speculation
 from engine.drafting.model.chain_drafter import ModelDrafter

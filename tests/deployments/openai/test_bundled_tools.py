@@ -9,7 +9,8 @@ import jsonschema
 import openai
 import pytest
 
-from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.remote_drafter import RemoteDrafter
+from cluster.remote_verifier import RemoteVerifier
 from deployments.config import AppConfig
 from deployments.observe.metrics import RouterMetrics
 from deployments.router.round_loop import RoundLoop

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.remote import Calls
+from cluster.round_times import Calls
 from deployments.observe.metrics import ReplicaMetrics, exposition
 from deployments.router.delivery import Stream
 from deployments.router.round_loop import HALF_LIFE_S, DrainRate, RoundLoop

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -84,10 +84,10 @@ async def running(config: GroupConfig) -> AsyncIterator[SpeculationGroup]:
         await wait_for(lambda: not any(map(is_alive, pids)))
 
 
-def generate(group: SpeculationGroup) -> Generation:
+def generate(group: SpeculationGroup, **settings: object) -> Generation:
     return submit(
         Engine(
-            group.config.engine,
+            replace(group.config.engine, **settings),
             group.target_info,
             drafter=group.drafter,
             verifier=group.remote_verifier,

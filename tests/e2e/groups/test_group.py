@@ -108,7 +108,7 @@ async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
 async def test_with_two_rounds_in_flight_the_text_is_the_same_whoever_is_killed_or_hangs(
     group: SpeculationGroup, expected: Text
 ) -> None:
-    generation = generate(group)
+    generation = generate(group, speculation="fixed")
     alternate(generation.engine)
     await generation.run(until=lambda: generation.num_tokens > 30)
     assert generation.engine._flight is not None
@@ -127,7 +127,7 @@ async def test_with_two_rounds_in_flight_the_text_is_the_same_whoever_is_killed_
     await generation.run()
     assert generation.text == expected
     await wait_for(lambda: process_ids(group).get("draft", stopped) != stopped)
-    again = generate(group)
+    again = generate(group, speculation="fixed")
     alternate(again.engine)
     await again.run()
     assert again.text == expected

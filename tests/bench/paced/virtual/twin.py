@@ -9,10 +9,11 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar
 
-import cluster.remote
+import cluster.remote_drafter
+import cluster.remote_verifier
 import cluster.workers.draft_pool
 import cluster.workers.responder
-from cluster.remote import RemoteDrafter
+from cluster.remote_drafter import RemoteDrafter
 from cluster.workers.draft_pool import DraftPool
 from engine.config import EngineConfig
 from engine.drafting.run_ahead.chains import RunAheadDrafter
@@ -29,7 +30,7 @@ T = TypeVar("T")
 Place = Literal["own", "beside", "pool", "free"]
 """Where drafts are made: on a GPU of each group's own, on one of the target's GPUs, on a GPU of all groups; or in no
 time at all, which no system can do."""
-TIMED = cluster.remote, cluster.workers.responder, cluster.workers.draft_pool
+TIMED = cluster.remote_drafter, cluster.remote_verifier, cluster.workers.responder, cluster.workers.draft_pool
 """The modules that read the time themselves."""
 
 

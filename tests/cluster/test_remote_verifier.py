@@ -1,257 +1,25 @@
-"""The engine's two protocols over a link that fails in every way."""
+"""The engine's Verifier over links that fail in every way."""
 
 import asyncio
 import contextlib
-import logging
 import threading
 from dataclasses import replace
 
 import pytest
 
-from cluster import remote, round_times
-from cluster.protocol.messages import AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose, Verdicts, Verify
-from cluster.remote import RemoteDrafter, RemoteVerifier
-from cluster.workers.responder import DraftResponder, TargetResponder
-from engine.control.stats import PREPARATION, RunAheadStats
+from cluster import remote_verifier, round_times
+from cluster.protocol.messages import AnyRequest, Failure, PrefixMissing, Verdicts, Verify
+from cluster.remote_verifier import RemoteVerifier
+from cluster.workers.responder import TargetResponder
+from engine.control.stats import PREPARATION
 from engine.errors import TargetError
-from engine.protocols import NO_DRAFT, Draft, StateRow, Verdict, chain
-from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
+from engine.protocols import Draft, StateRow, Verdict
+from tests.cluster.fakes import FakeLink, SumVerifier, answering, verify_row
 from tests.cluster.wire import linked, serving
-from tests.waiting import wait_for
 
 VOCAB = 1000
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_MIN_PAUSE_S", 0.001)
-    monkeypatch.setattr(remote, "_PING_DEADLINE_S", 0.05)
-
-
 PATIENT_S, HASTY_S = 30.0, 0.1
 """However slow this machine is, only what never comes may run out of time."""
-
-
-class DraftSide:
-    """A RemoteDrafter, a link, and a worker that can be replaced by one that knows nothing."""
-
-    def __init__(self, *, capacity: int = 8) -> None:
-        self.echo = EchoDrafter()
-        self.capacity = capacity
-        self.link = FakeLink(DraftResponder(self.echo, capacity=capacity, version=1).answer)
-        self.drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
-        self.drafter.connect(self.link)
-
-    def forget(self) -> None:
-        self.link.answer = DraftResponder(self.echo, capacity=self.capacity, version=1).answer
-
-    async def propose(self, *rows) -> list[list[int]]:
-        is_lost = self.link.faults[:1] in (["lose"], ["lose reply"], ["late"])
-        self.drafter._timeout_s = HASTY_S if is_lost else PATIENT_S
-        return [draft.token_ids for draft in await self.drafter.propose(rows)]
-
-    async def recover(self) -> None:
-        await wait_for(lambda: self.drafter.is_available, PATIENT_S)
-
-
-def answering(make):
-    """Return a link whose peer answers pings, and everything else with what `make` returns."""
-
-    def answer(request: AnyRequest):
-        if isinstance(request, Ping):
-            return Pong(request.round, request.version, 0.0)
-        return make(request)
-
-    return FakeLink(answer)
-
-
-async def test_every_round_reaches_the_worker():
-    side = DraftSide()
-    tokens = {"a": [1, 2, 3], "b": [4]}
-    for i in range(5):
-        rows = [propose_row(name, ids) for name, ids in tokens.items()]
-        assert await side.propose(*rows) == [ids[-3:] for ids in tokens.values()]
-        assert [row.request.token_ids for row in side.echo.seen[-1]] == list(tokens.values())
-        tokens["a"] += [10 + i, 20 + i]
-        tokens["b"] += [30 + i]
-    assert not side.drafter.fallbacks
-    assert side.drafter.calls.wait_s > side.drafter.calls.compute_s > 0
-    assert side.drafter.unprepared == dict(PREPARATION.counts)
-    assert side.drafter.calls.num_hits == side.drafter.calls.num_misses == 0
-
-
-async def test_a_round_is_a_hit_if_the_drafts_of_all_its_rows_were_prepared():
-    rounds = [
-        (RunAheadStats(), (0, 0)),
-        (RunAheadStats(hits=2), (1, 0)),
-        (RunAheadStats(hits=3, misses={"token": 1}), (0, 1)),
-        (RunAheadStats(hits=3, misses={"token": 1}), (0, 0)),
-        (RunAheadStats(hits=3, misses={"token": 1, "stale": 2}), (0, 1)),
-        (RunAheadStats(hits=1), (1, 0)),  # of another worker, which counts from 0 again
-    ]
-    replies = iter([stats for stats, _ in rounds])
-    make = lambda request: Drafts(request.round, request.version, 0.25, [NO_DRAFT], next(replies))  # noqa: E731
-    drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
-    for number, (stats, counts) in enumerate(rounds):
-        if number in (0, len(rounds) - 1):
-            drafter.connect(answering(make))
-        before = replace(drafter.calls)
-        await drafter.propose([propose_row("a", [1])])
-        calls = drafter.calls.since(before)
-        assert (calls.num_hits, calls.num_misses) == counts
-        assert calls.compute_s == 0.25
-        assert calls.wait_s > 0
-        assert drafter.run_ahead == stats
-
-
-async def test_no_message_is_sent_when_no_draft_tokens_are_requested():
-    side = DraftSide()
-    assert await side.propose(propose_row("a", [1], k=0)) == [[]]
-    assert side.link.requests == []
-
-
-async def test_only_a_worker_that_runs_ahead_learns_of_requests_before_they_need_drafts():
-    side = DraftSide()
-    side.drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S, overlaps=("none", "ahead", "alternate"))
-    side.drafter.connect(side.link)
-    assert side.drafter.overlap == "ahead"
-    for overlap in ("ahead", "alternate", "none", "ahead"):
-        side.drafter.overlap = overlap
-        await side.propose(propose_row("a", [1], k=0))
-        await side.propose(propose_row("a", [1]))
-    sent = [(request.runs_ahead, request.rows[0].num_draft_tokens) for request in side.link.requests]
-    assert sent == [(True, 0), (True, 3), (False, 3), (False, 3), (True, 0), (True, 3)]
-
-
-def test_a_worker_that_cannot_run_ahead_does_nothing_meanwhile():
-    assert RemoteDrafter(timeout_s=PATIENT_S).overlap == "none"
-    assert RemoteDrafter(timeout_s=PATIENT_S, overlaps=("none", "alternate")).overlap == "none"
-
-
-async def test_a_drafter_that_forgets_is_told_again():
-    side = DraftSide()
-    await side.propose(propose_row("a", [1, 2, 3]), propose_row("b", [4]))
-    side.forget()
-    assert await side.propose(propose_row("a", [1, 2, 3, 5])) == [[2, 3, 5]]
-    assert await side.propose(propose_row("a", [1, 2, 3, 5]), propose_row("b", [4, 6])) == [[2, 3, 5], [4, 6]]
-    assert not side.drafter.fallbacks
-
-
-async def test_one_evicted_row_does_not_spoil_the_others_of_its_batch():
-    side = DraftSide(capacity=2)
-    await side.propose(propose_row("a", [1, 2, 3]), propose_row("b", [4]))
-    await side.propose(propose_row("c", [5]))
-    assert await side.propose(propose_row("b", [4, 6, 7]), propose_row("a", [1, 2, 3, 8])) == [[4, 6, 7], [2, 3, 8]]
-    assert not side.drafter.fallbacks
-
-
-@pytest.mark.parametrize("fault", ["lose", "lose reply"])
-async def test_a_lost_message_costs_one_draft(fault):
-    side = DraftSide()
-    await side.propose(propose_row("a", [1, 2, 3]))
-    side.link.faults = [fault]
-    assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[]]
-    assert side.drafter.fallbacks == {"timeout": 1}
-    await side.recover()
-    assert await side.propose(propose_row("a", [1, 2, 3, 4, 5])) == [[3, 4, 5]]
-
-
-async def test_a_late_reply_is_not_taken_for_the_next_one(dropped):
-    side = DraftSide()
-    side.link.faults = ["late"]
-    assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
-    await side.recover()
-    assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
-    assert dropped() == {"late": 1}
-
-
-async def test_a_failed_drafter_is_not_called_until_it_answers_a_ping(caplog):
-    caplog.set_level(logging.INFO, "cluster.remote")
-    side = DraftSide()
-    side.link.faults = ["lose"] * 3
-    for _ in range(5):
-        assert await side.propose(propose_row("a", [1])) == [[]]
-    assert side.drafter.fallbacks == {"timeout": 1, "paused": 4}
-    await side.recover()
-    assert await side.propose(propose_row("a", [1])) == [[1]]
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda r: PrefixMissing(r.round, 1, 0.0, ["a"]), "prefix_missing"),
-        (lambda r: Failure(r.round, 1, 0.0, "no memory"), "failure"),
-        (lambda r: Pong(r.round, 1, 0.0), "failure"),
-        (lambda r: Drafts(r.round, 1, 0.0, [chain([VOCAB])]), "malformed"),
-    ],
-    ids=["prefix missing twice", "failure", "wrong kind", "no token"],
-)
-async def test_a_wrong_reply_becomes_an_empty_draft(make, reason):
-    drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
-    drafter.connect(answering(make))
-    assert await drafter.propose([propose_row("a", [1])]) == [NO_DRAFT]
-    assert drafter.fallbacks == {reason: 1}
-    drafter.disconnect("done")
-
-
-async def test_a_drafter_that_raises_is_a_failure_and_goes_on(caplog):
-    side = DraftSide()
-    side.echo.propose = None
-    assert await side.propose(propose_row("a", [1])) == [[]]
-    assert side.drafter.fallbacks == {"failure": 1}
-    del side.echo.propose
-    await side.recover()
-    assert await side.propose(propose_row("a", [1])) == [[1]]
-
-
-async def test_a_dead_drafter_is_absent_at_once_and_a_new_one_knows_nothing():
-    side = DraftSide()
-    await side.propose(propose_row("a", [1, 2]))
-    side.link.faults = ["lose"]
-    waiting = asyncio.create_task(side.propose(propose_row("a", [1, 2, 3])))
-    await asyncio.sleep(0)
-    side.drafter.disconnect("killed")
-    assert await waiting == [[]]
-    assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
-    assert side.drafter.fallbacks == {"absent": 2}
-    side.link = FakeLink(DraftResponder(side.echo, capacity=8, version=2).answer, version=2)
-    side.drafter.connect(side.link)
-    assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
-    assert len(side.link.requests) == 1
-
-
-async def test_a_release_travels_until_it_is_answered_for():
-    side = DraftSide()
-    await side.propose(propose_row("a", [1]), propose_row("b", [1]))
-    side.drafter.release("a")
-    side.drafter.release("unknown")
-    side.link.faults = ["lose"]
-    await side.propose(propose_row("b", [1]))
-    await side.recover()
-    await side.propose(propose_row("b", [1]))
-    await side.propose(propose_row("b", [1]))
-    sent = [request.released for request in side.link.requests if isinstance(request, Propose)]
-    assert sent == [[], ["a"], ["a"], []]
-    assert side.echo.released == ["a"]
-
-
-async def test_a_request_aborted_within_a_round_is_released_with_the_next():
-    side = DraftSide()
-    round_under_way = asyncio.create_task(side.propose(propose_row("a", [1, 2])))
-    await asyncio.sleep(0)
-    side.drafter.release("a")
-    await round_under_way
-    await side.propose(propose_row("b", [1]))
-    assert side.echo.released == ["a"]
-    assert "a" not in side.drafter._acknowledged._lengths
-
-
-async def test_an_id_may_be_used_again_after_its_release():
-    side = DraftSide()
-    await side.propose(propose_row("a", [1, 2, 3]))
-    side.drafter.release("a")
-    assert await side.propose(propose_row("a", [7, 8])) == [[7, 8]]
 
 
 class TargetSide:
@@ -307,14 +75,6 @@ async def test_confidences_stay_with_the_engine():
     assert verdict.draft is draft
 
 
-async def test_the_confidences_of_a_draft_reach_the_engine():
-    made = Draft([5, 6], [-1, -1], confidences=[0.75, 0.1])
-    drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
-    drafter.connect(answering(lambda request: Drafts(request.round, request.version, 0.0, [made])))
-    [draft] = await drafter.propose([propose_row("a", [1])])
-    assert (draft.token_ids, draft.confidences) == ([5, 6], [0.75, 0.1])
-
-
 async def test_ranks_that_evicted_a_prefix_are_told_again():
     side = TargetSide()
     for i in range(3):
@@ -356,7 +116,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, side: TargetSide) -> None:
         self.now_s, self.round_s, self.side = 0.0, 0.5, side
-        monkeypatch.setattr(remote.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(remote_verifier.time, "perf_counter", lambda: self.now_s)
         answer = side.links[0].answer
 
         def slow(request: AnyRequest):
@@ -467,7 +227,7 @@ async def test_rounds_in_flight_are_measured_from_the_end_of_the_one_before(monk
     side, tokens = TargetSide(), {name: [1, 2, *[3] * 62] for name in "ab"}
     now_s, round_s, replies, arrive = 0.0, 0.5, [], side.links[0]._arrive
     monkeypatch.setattr(side.links[0], "_arrive", lambda *reply: replies.append(reply))
-    monkeypatch.setattr(remote.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(remote_verifier.time, "perf_counter", lambda: now_s)
     for _ in range(12):
         rounds = [begin(side, verify_row(name, ids)) for name, ids in tokens.items()]
         for ids, one in zip(tokens.values(), rounds, strict=True):

@@ -48,6 +48,12 @@ class Passes(PassesAhead):
     def _propose(self, rows, arrived):
         return arrived
 
+    def release(self, request_id):
+        pass
+
+    def stop(self):
+        self._work = None
+
 
 MODEL = context_model(1)
 PARAMS = SamplingParams(temperature=0.8, seed=3)

@@ -96,7 +96,7 @@ class EngineConfig(_Settings):
     num_speculative_tokens: int = field(default=4, metadata={"ge": 0, "le": 64})
     """Draft tokens per round at most (k); 0 is plain decoding."""
     speculation: Speculation = "adaptive"
-    """adaptive: the draft length, from 0 to k, with the highest measured goodput; fixed: always k; off: no drafts."""
+    """adaptive: per request the length, from 0 to k, that raises measured goodput; fixed: always k; off: no drafts."""
     drafting: Drafting | ImportPath = "auto"
     """The drafting method. model: the draft model drafts; tree: it drafts the likeliest alternatives, too; head: a
     trained head drafts in the target's process; head_tree: it drafts trees there; head_worker: it drafts on the draft

@@ -150,7 +150,7 @@ class RouterMetrics:
         sources = {"local_compute": stats.num_prompt_tokens - cached, "local_cache_hit": cached}
         accepted = {str(position): count for position, count in enumerate(stats.num_accepted_tokens_per_pos)}
         lengths = {(str(length), reason): count for (length, reason), count in stats.num_rounds_by_length.items()}
-        reasons = "Rounds by draft length and why it was chosen: goodput, trial, fixed, off or request."
+        reasons = "Rounds by longest draft and why it was chosen: goodput, trial, fixed, off or request."
         draft = "vllm:spec_decode_num"
         yield f"{draft}_drafts", "Verified drafts.", stats.num_drafts
         yield f"{draft}_draft_tokens", "Verified draft tokens.", stats.num_draft_tokens
@@ -207,7 +207,7 @@ class RouterMetrics:
         yield "vllm:cache_config_info", "The KV cache; always 1.", {tuple(cache.values()): 1}, *cache
         yield "vllm:engine_sleep_state", "Always awake.", states, "sleep_state"
         length = engine.planner.num_draft_tokens
-        yield "paceline:num_speculative_tokens", "Draft length chosen last.", length
+        yield "paceline:num_speculative_tokens", "Longest draft chosen last.", length
         if self._draft_health is not None:
             text = "1 for what is wrong with drafts of the last minute: low_acceptance, unused or costs_more."
             yield "paceline:draft_problem", text, self._draft_health.problems, "problem"

@@ -179,7 +179,7 @@ class Planner:
         seconds = self.costs.seconds(plan.overlap, len(batch), plan.num_draft_tokens, passes)
         num_ending = sum(row.start + row.length == len(row.request.token_ids) for row in batch)
         budget = best_budget(num_ending, slots, seconds)
-        if budget.num_slots < len(slots):
+        if budget.num_slots < sum(map(len, survivals)):
             shorter = cut_drafts(budget, [drafts[i] for i in places], survivals)
             for i, draft in zip(places, shorter, strict=True):
                 cut[i] = draft
@@ -264,10 +264,11 @@ class Planner:
             tried.update(row.name for row in rows if not row.is_copy)
         for i, row in enumerate(rows):
             if lengths[i]:
-                row.history.pause = 1
+                row.history.pause = row.history.pause if trial else 1
                 continue
-            row.history.before.fade()
-            if length and row.survival and row.history.due <= self._num_rounds:
+            if not length:
+                row.history.before.fade()
+            elif row.survival and row.history.due <= self._num_rounds:
                 row.history.pause = min(2 * row.history.pause, _LONGEST_PAUSE)
                 row.history.due = self._num_rounds + row.history.pause
                 lengths[i] = 1

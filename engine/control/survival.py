@@ -23,7 +23,7 @@ _PRIOR_INFO = 0.5
 _MOST_INFO = 20.0
 """Information (the sum of p (1 - p)) in the offset of a request: at first, and at most, so that it follows its text."""
 _PLACE_INFO = 30.0
-_FADING = 0.997
+_FADING = 0.999
 _CURVE_INFO = 2.0
 _MOST_CURVE_INFO = 60.0
 _MOST_TAUGHT = 32

@@ -117,7 +117,7 @@ class RunAheadDrafter(PassesAhead):
             # Exactly one round lies between the last proposal and this one, so the time between them is a round's.
             num_grown = 0 if self._branches is None else self._branches.num_computed
             # The target waits for the rest of a pass under way, too: by a wide one, that may be most of a round.
-            is_growing = num_grown < self._depth or self._backend.is_busy
+            is_growing = num_grown < self._depth or self._is_mid_pass
             self._pace.observe_request(arrived, is_late=self._work is not None and is_growing)
         hits = [(answer, answer.branch) for answer in answers if answer.branch is not None]
         self._count_passes(is_used=bool(hits))

@@ -108,11 +108,13 @@ class PassesAhead(ABC):
         self._unsettled: Callable[[], None] | None = None
         """Brings the cache up to date with drafts that were sent as they were prepared."""
         self._launched: float | None = None
+        self._is_mid_pass = False
         self._num_passes = 0
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a draft per row; empty if the context or the cache is full."""
         arrived = self._clock()
+        self._is_mid_pass = self._launched is not None and self._backend.is_busy  # not with another group's pass
         self._launched = None
         with torch.inference_mode():
             self.settle()

@@ -106,17 +106,17 @@ def test_adaptive_is_never_much_below_the_better_of_off_and_the_best_fixed_lengt
 
 
 def test_the_draft_length_follows_the_load_and_comes_back():
-    simulation = Simulation(SMALL, [Row(0.6, is_confident=False)])
+    simulation = Simulation(LARGE, [Row(0.6, is_confident=False)])
     means = []
-    for num_rows in (1, 128, 1):
+    for num_rows in (1, 256, 1):
         simulation.resize(num_rows, Row(0.6, is_confident=False))
-        simulation.run(100)
-        simulation.reset()
         simulation.run(60)
-        means.append(sum(k * count for (_, k), count in simulation.reasons.items()) / 60)
-    assert means[0] > 1.5
-    assert means[1] < 1.3
-    assert means[2] > 1.5
+        simulation.reset()
+        simulation.run(40)
+        means.append(sum(k * count for (_, k), count in simulation.reasons.items()) / 40)
+    assert means[0] > 2.5
+    assert means[1] < 1.5
+    assert means[2] > 2.5
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -141,24 +141,23 @@ def test_rows_that_never_pay_get_none_and_cost_nothing_but_are_tried():
     simulation.reset()
     simulation.run(600)
     hopeless, paying = (sum(simulation.lengths[f"r{i}"] for i in range(odd, 16, 2)) / 8 / 600 for odd in (0, 1))
-    assert 0 < hopeless < 0.15
+    assert 0 < hopeless < 0.4
     assert paying > 4
 
 
 def test_one_clients_hopeless_requests_do_not_change_the_lengths_of_another():
-    """A client's flood beside another's four requests, of the same kind, with drafts that seem sure."""
+    """Four requests beside a client's flood of the same kind, whose drafts seem sure, or which allows none."""
 
     def lengths(others):
         rows = {f"b{i}": Row(0.8, 1.0, params=GREEDY) for i in range(4)}
-        simulation = Simulation(LARGE, [])
+        simulation = Simulation(LARGE, [], seed=2)
         for nth in range(6):
-            flood = {f"a{nth}-{i}": others for i in range(4)}
-            simulation.replace(rows | flood)
+            simulation.replace(rows | {f"a{nth}-{i}": others for i in range(4)})
             simulation.run(80)
-        return [simulation.verified[f"b{i}"] / 480 for i in range(4)]
+        return sum(simulation.verified[name] for name in rows)
 
-    same, hopeless = lengths(Row(0.8, 1.0, params=GREEDY)), lengths(Row(0.02, 1.0, bias=6.0, params=GREEDY))
-    assert sum(hopeless) == pytest.approx(sum(same), rel=0.06)
+    none = Row(0.8, params=SamplingParams(temperature=0.0, num_speculative_tokens=0))
+    assert lengths(Row(0.02, 1.0, bias=6.0, params=GREEDY)) == pytest.approx(lengths(none), rel=0.15)
 
 
 def test_a_mixed_load_is_faster_than_with_one_length_for_all():
@@ -179,15 +178,15 @@ def uniform_tokens(rate, k):
     return sum(rate**i for i in range(k + 1))
 
 
-def test_confidences_raise_what_the_same_drafts_bring():
-    rows = [[Row(0.6, 2.0, is_confident=sure) for _ in range(128)] for sure in (False, True)]
+def test_cutting_by_confidences_verifies_less_and_loses_nothing():
     made = []
-    for some in rows:
-        simulation = Simulation(SMALL, some)
+    for is_confident in (False, True):
+        simulation = Simulation(SMALL, [Row(0.6, 2.0, is_confident=is_confident) for _ in range(64)])
         simulation.run(60)
         simulation.reset()
-        made.append(simulation.run(40))
-    assert made[1] > 1.02 * made[0]
+        made.append((simulation.run(40), sum(simulation.verified.values()) / sum(simulation.lengths.values())))
+    assert made[1][0] > 0.97 * made[0][0]
+    assert made[1][1] < made[0][1] == 1
 
 
 def trained(num_rows=2):

@@ -1,21 +1,26 @@
 """The command `twin`: measures parts in virtual time, prints their tables and draws their pictures."""
 
+import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import torch
 from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from tests.bench import paced_device
 from tests.bench.compare import write
 from tests.bench.paced.group import Models
 from tests.bench.paced.light_pair import make_light_pair
 from tests.bench.paced.virtual.measures import Bench, Lead, hidden, lead, pools
 from tests.bench.paced.virtual.report import draw_hidden, draw_pools, show_hidden, show_leads, show_pools
 from tests.bench.workload import read_prompts
+
+T = TypeVar("T")
 
 PAIRS = ("h100x4-70b+h100-1b", "h100-8b+h100-1b")
 FIXED = ("plain", "fixed-2", "fixed-4", "fixed-2-run-ahead", "fixed-4-run-ahead", "fixed-4-alternate")
@@ -27,6 +32,7 @@ MIXED_K = 8
 def twin(options: Namespace, console: Console, plots: Path) -> list[str]:
     """Measure the chosen parts."""
     torch.set_num_threads(1)  # the passes are small
+    logging.getLogger(paced_device.__name__).setLevel(logging.ERROR)  # each backend says that it is paced
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="paceline-pair-")))
         target, draft = map(str, make_light_pair(folder))
@@ -45,7 +51,7 @@ def twin(options: Namespace, console: Console, plots: Path) -> list[str]:
 
 
 def _hidden(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
-    found = list(hidden(bench, options.pairs, options.rows, options.temperature, options.arms))
+    found = list(_said(hidden(bench, options.pairs, options.rows, options.temperature, options.arms), console))
     show_hidden(found, console)
     draw_hidden(found, plots / "hidden.png")
     return [*found]
@@ -56,7 +62,7 @@ def _adaptive(options: Namespace, bench: Bench, console: Console, plots: Path) -
     for pair in options.pairs:
         for rows in options.rows:
             heats, seeds = [options.temperature], range(options.seeds)
-            leads.append(lead(bench, pair, rows, heats, "adaptive-any", FIXED, seeds)[0])
+            leads += _said([lead(bench, pair, rows, heats, "adaptive-any", FIXED, seeds)], console)
     show_leads("adaptive over the best fixed length and overlap, off included", leads, console)
     return [*leads]
 
@@ -74,18 +80,26 @@ def _mixed(options: Namespace, bench: Bench, console: Console, plots: Path) -> l
         for prompt in (*repeating[index : index + 2], *prompts[half + index : half + index + 2])
     ]
     ours = Bench(Models.load(*paths), mixed, k=MIXED_K, num_warm=bench.num_warm, num_tokens=bench.num_tokens)
-    others, leads = [f"fixed-{k}" for k in (0, 1, 2, 3, 4, 6, 8) if k], []
-    for pair in options.pairs:
-        leads.append(lead(ours, pair, 16, [0.0, 1.0], "adaptive", others, range(options.seeds), "model+suffix")[0])
+    others, seeds = [f"fixed-{k}" for k in (1, 2, 3, 4, 6, 8)], range(options.seeds)
+    mixes = (lead(ours, pair, 16, [0.0, 1.0], "adaptive", others, seeds, "model+suffix") for pair in options.pairs)
+    leads = list(_said(mixes, console))
     show_leads("a mixed load: budgets per row over one k for all", leads, console)
     return [*leads]
 
 
 def _pool(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
-    found = list(pools(bench, options.pairs[0], options.rows[0], options.temperature, options.groups, options.pool_arm))
+    places = pools(bench, options.pairs[0], options.rows[0], options.temperature, options.groups, options.pool_arm)
+    found = list(_said(places, console))
     show_pools(found, console)
     draw_pools(found, plots / "pool.png")
     return [timed for places in found for timed in places]
+
+
+def _said(found: Iterable[T], console: Console) -> Iterator[T]:
+    """Print each result as soon as it is there: all of them take minutes."""
+    for one in found:
+        console.print(one, markup=False)
+        yield one
 
 
 PARTS: Mapping[str, Callable[[Namespace, Bench, Console, Path], list[object]]] = {

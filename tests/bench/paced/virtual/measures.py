@@ -224,7 +224,7 @@ def lead(
     others: Sequence[str],
     seeds: Sequence[int],
     drafting: str = "model",
-) -> tuple[Lead, list[Timed]]:
+) -> Lead:
     """Compare an arm with the arm that is best over all seeds."""
     found = {
         (name, seed): time_arm(bench, pair, name, rows, temperatures, seed=seed, drafting=drafting)[0]
@@ -233,7 +233,7 @@ def lead(
     }
     best = max(others, key=lambda name: mean(found[name, seed].tokens_per_s for seed in seeds))
     ratios = [found[arm, seed].tokens_per_s / found[best, seed].tokens_per_s for seed in seeds]
-    return Lead(pair, rows, found[arm, seeds[0]].temperature, best, ratios), list(found.values())
+    return Lead(pair, rows, found[arm, seeds[0]].temperature, best, ratios)
 
 
 def pools(

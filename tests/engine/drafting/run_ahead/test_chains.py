@@ -232,7 +232,8 @@ def test_what_was_cut_off_a_draft_is_drawn_anew_without_shared_noise():
 
 
 @pytest.mark.parametrize(
-    ("num_missing", "is_busy", "is_narrower"), [(1, False, True), (0, True, True), (0, False, False)]
+    ("num_missing", "is_busy", "is_narrower"),
+    [(1, False, True), (0, True, True), (0, False, False), (-1, True, False)],  # the last one with another group's pass
 )
 def test_branches_are_fewer_after_a_round_that_waited_for_one_step_or_its_end(num_missing, is_busy, is_narrower):
     now, model = [100.0], Counting(MODEL)

@@ -141,8 +141,6 @@ class DraftPool:
         self._waiting = sorted(waiting, key=lambda one: one.due)
         if not self._waiting:
             return self._run_ahead()
-        if self._last is not None:
-            self._last.end_pass()
         lagging = [one for one in self._waiting if self._lacking(one)]
         if ready := [one for one in self._waiting if one not in lagging]:
             merged = [one for one in ready if not one.ahead and one.depth <= ready[0].depth]
@@ -176,6 +174,7 @@ class DraftPool:
 
     def _catch_up(self, proposals: list[_Proposal]) -> None:
         """Compute one pass of the texts that proposals lack, most of it for those that are due first."""
+        self._turn_to(None)
         current = {row.request.request_id for one in self._waiting for row in one.rows}
         requests = []
         for proposal in proposals:
@@ -188,6 +187,7 @@ class DraftPool:
 
     def _draft_rows(self, proposals: list[_Proposal]) -> None:
         started, ahead = self._clock(), proposals[0].ahead
+        self._turn_to(ahead)
         counts = share_rows(proposals, self._engine.max_num_seqs if ahead is None else len(proposals[0].missing))
         for proposal in proposals:
             if ahead is None and proposal.lease.ahead is not None:
@@ -215,11 +215,16 @@ class DraftPool:
         if able:
             *_, lease = min(able)
             assert lease.ahead is not None
-            if self._last is not None and not lease.ahead.is_computing:
-                self._last.end_pass()
-            self._last = lease.ahead
+            if not lease.ahead.is_computing:
+                self._turn_to(lease.ahead)
             lease.work()
         return bool(able)
+
+    def _turn_to(self, ahead: PassesAhead | None) -> None:
+        """Time the pass ahead that was launched last, before the device computes for another group."""
+        if self._last is not None and self._last is not ahead:
+            self._last.end_pass()
+        self._last = ahead
 
     def _forget(self, name: str) -> None:
         """Forget a request, which has ended or makes room for others."""

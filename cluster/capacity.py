@@ -1,16 +1,21 @@
 """Capacity: how many groups the nodes of a cluster can hold, and why a bundle does not fit."""
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
-from cluster.placement import Bundle, label_selectors, pool_bundle, shares_gpu
+from cluster.placement import Bundle, PlacementError, label_selectors, pool_bundle, shares_gpu
 from cluster.ray_core import available_resources_per_node, node_labels_match_selector
 
 _EPSILON = 1e-6
+
+_PLACED_BEFORE_START = 0.8
+"""Part of the time for a start after which a placement has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +129,13 @@ def _node_name(node: Mapping[str, Any]) -> str:
 
 def _texts(resources: Mapping[str, float]) -> list[str]:
     return [f"{amount:.3g} {name}" for name, amount in resources.items()]
+
+
+async def wait_for_placement(config: GroupConfig, placement: PlacementGroup) -> None:
+    """Wait until every bundle has its node; raise PlacementError with the reasons if some have none in time."""
+    wait_s = _PLACED_BEFORE_START * config.start_timeout_s
+    if await asyncio.to_thread(placement.wait, wait_s):
+        return
+    reasons = missing(slots(config, placement.bundle_specs), await asyncio.to_thread(free_nodes))
+    reason = "; ".join(reasons) or "the nodes have room by now"
+    raise PlacementError(f"the workers were not placed within {wait_s:g} s: {reason}")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from cluster.capacity import free_nodes, missing, slots
+from cluster.capacity import wait_for_placement
 from cluster.config import GroupConfig, suited_to_models
 from cluster.leases import Lease, Leases, keep_lease
 from cluster.memory_plan import MemoryPlan
-from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
+from cluster.placement import count_cores, make_placement, settle
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
 from cluster.speed_up import check_placed
@@ -43,8 +43,6 @@ _LAST_WORDS_S = 0.5
 _DRAFT_GRACE_S = 5.0
 """How long a group whose target has started waits for a draft that loads. Draft and target load at the same time, and
 a smaller model takes less, so it seldom waits at all; but a draft that cannot be served is an error of the start."""
-_PLACED_BEFORE_START = 0.8
-"""Part of the time for a start after which a placement has failed."""
 
 
 class SpeculationGroup:
@@ -104,14 +102,14 @@ class SpeculationGroup:
         target, draft = open_model(config.target), None if config.draft is None else open_model(config.draft)
         config = await asyncio.to_thread(suited_to_models, config, target, draft)
         current = ray.util.get_current_placement_group()
-        placement = current or _make_placement(config)
+        placement = current or make_placement(config)
         node_id = ray.get_runtime_context().get_node_id()
         config = settle(config, placement.bundle_specs, num_cores=count_cores(node_id))
         group = cls(config, placement, Connector(node_id), target, draft, owns_placement=current is None, leases=leases)
         limit_s = config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await _wait_for_placement(config, placement)
+                await wait_for_placement(config, placement)
                 if draft is not None and config.has_draft_worker:
                     await asyncio.to_thread(check_placed, config, placement, target, draft)
                 await group._start_all()
@@ -292,21 +290,3 @@ class SpeculationGroup:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _make_placement(config: GroupConfig) -> PlacementGroup:
-    resources: dict[str, float] = ray.cluster_resources()
-    bundles = placement_bundles(config, num_gpus=resources.get("GPU", 0))
-    selectors = label_selectors(config, bundles)
-    placement: PlacementGroup = ray.util.placement_group(bundles, strategy=STRATEGY, bundle_label_selector=selectors)
-    return placement
-
-
-async def _wait_for_placement(config: GroupConfig, placement: PlacementGroup) -> None:
-    """Wait until every bundle has its node; raise PlacementError with the reasons if some have none in time."""
-    wait_s = _PLACED_BEFORE_START * config.start_timeout_s
-    if await asyncio.to_thread(placement.wait, wait_s):
-        return
-    reasons = missing(slots(config, placement.bundle_specs), await asyncio.to_thread(free_nodes))
-    reason = "; ".join(reasons) or "the nodes have room by now"
-    raise PlacementError(f"the workers were not placed within {wait_s:g} s: {reason}")

@@ -19,7 +19,7 @@ _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 4.0
 _TAKE_S = 10.0
 _AVOIDED_S = 30.0
-"""For how long a worker that failed is not leased again, if there is another."""
+"""Workers that failed are leased again, although there are others, after one that lasted so long."""
 _PING_PERIOD_S = 1.0
 
 
@@ -47,30 +47,27 @@ async def keep_lease(
     Args:
         taken: called with every new lease.
     """
-    failed: dict[str, float] = {}
-    pause_s = _FIRST_RETRY_S
+    failed, pause_s = set[str](), _FIRST_RETRY_S
     while True:
-        now = time.monotonic()
-        failed = {worker: until for worker, until in failed.items() if until > now}
+        began, is_new = time.monotonic(), False
         try:
             async with asyncio.timeout(_TAKE_S):
-                lease = await leases.take(connector.identity, num_rows, failed.keys())
+                lease = await leases.take(connector.identity, num_rows, failed)
         except (TargetError, TimeoutError) as error:
             logger.warning("No draft worker leased, next try in %g s: %s", pause_s, error or f"none in {_TAKE_S:g} s")
-            failed.clear()  # a worker that was slow or lost is better than none
+            failed = set()  # a worker that was slow or lost is better than none
         else:
             logger.info("Leased draft worker %s", lease.worker)
             taken(lease)
             reason = await _use(lease, connector, drafter)
             logger.warning("Draft worker %s given back, decoding without drafts: %s", lease.worker, reason)
-            is_known, failed[lease.worker] = lease.worker in failed, time.monotonic() + _AVOIDED_S
-            if time.monotonic() - now > _AVOIDED_S:
-                pause_s = _FIRST_RETRY_S
-            if not is_known:
-                continue
-        # The longer no worker lasts, the less often they are asked.
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+            if time.monotonic() - began > _AVOIDED_S:
+                failed, pause_s = set(), _FIRST_RETRY_S
+            is_new = lease.worker not in failed
+            failed = failed | {lease.worker}
+        if not is_new:  # the longer no worker lasts, the less often they are asked
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
 
 async def _use(lease: Lease, connector: Connector, drafter: RemoteDrafter) -> str:

@@ -86,6 +86,15 @@ def label_selectors(config: GroupConfig, bundles: Sequence[Mapping[str, float]])
     return [target, draft, target] if len(bundles) > DRAFT_BUNDLE + 1 else [target] * len(bundles)
 
 
+def make_placement(config: GroupConfig) -> PlacementGroup:
+    """Ask Ray for the bundles of a group's workers, without waiting until they are placed."""
+    resources: dict[str, float] = ray.cluster_resources()
+    bundles = placement_bundles(config, num_gpus=resources.get("GPU", 0))
+    selectors = label_selectors(config, bundles)
+    placement: PlacementGroup = ray.util.placement_group(bundles, strategy=STRATEGY, bundle_label_selector=selectors)
+    return placement
+
+
 def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
     """Resolve `run_ahead` "auto" for these bundles, and set how many of the node's cores each model may use."""
     target_on_cpu = not bundles[-1].get("GPU")

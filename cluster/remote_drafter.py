@@ -43,8 +43,7 @@ class RemoteDrafter:
     """Proposes through a draft worker in another process; returns empty drafts if the worker fails.
 
     `fallbacks` counts rounds without drafts by reason: `absent` (no worker, or its connection is lost), `timeout`,
-    `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker),
-    `slow` (this round has drafts, but the next ones come from another worker of the pool).
+    `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker).
 
     A worker that runs ahead is sent requests before they need drafts; see `Overlapping`.
     """
@@ -102,17 +101,14 @@ class RemoteDrafter:
             return [NO_DRAFT] * len(rows)
         started = time.perf_counter()
         reply = await self._request(link, rows)
-        self.calls.wait_s += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.calls.wait_s += seconds
         if isinstance(reply, str):
             self.fallbacks[reply] += 1
             self._stop_using(link, reply)
             return [NO_DRAFT] * len(rows)
         self._num_failures = 0
-        self._times.observe(started, time.perf_counter(), is_hidden=self.overlap == "alternate")
-        longest = max(row.num_draft_tokens for row in rows)
-        if self._on_failure is not None and longest and self._times.is_slow(longest):
-            self.fallbacks["slow"] += 1
-            self._stop_using(link, "slow")
+        self._times.observe(seconds)
         self.calls.compute_s += reply.compute_s
         self.unprepared, self.features = reply.unprepared, reply.features
         if reply.run_ahead is not None:

@@ -1,10 +1,8 @@
 """How long rounds waited for the workers, and how long target and draft may take, learned from earlier rounds."""
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from statistics import median
 
 from engine.protocols import VerifyRow
 
@@ -12,7 +10,7 @@ _NUM_ROUNDS, _FACTOR, _LEAST_S = 8, 20, 5.0
 _MAX_SHAPES = 1024
 _DRAFT_FACTOR, _LEAST_DRAFT_S = 4, 0.2
 """The least is longer than a garbage collection, or whatever else may stop a healthy process for a moment."""
-_NUM_DRAFTS, _SLOWER = 16, 4
+_NUM_DRAFTS = 16
 
 Shape = tuple[object, ...]
 
@@ -84,14 +82,10 @@ def shape_of(rows: Sequence[VerifyRow]) -> Shape | None:
 
 
 class DraftTimes:
-    """How long recent rounds waited for their drafts, of the whole time of these rounds."""
+    """How long recent rounds waited for their drafts."""
 
     def __init__(self) -> None:
         self._waits: deque[float] = deque(maxlen=_NUM_DRAFTS)
-        self._shares: deque[float] = deque(maxlen=_NUM_DRAFTS)
-        self._best_s = math.inf
-        self._started: float | None = None
-        self._is_hidden = False
 
     def deadline_s(self, limit_s: float) -> float:
         """Return the seconds that drafts may take: 4 times the longest of recent waits, but 0.2 s or more."""
@@ -99,29 +93,6 @@ class DraftTimes:
             return limit_s
         return min(limit_s, max(_LEAST_DRAFT_S, _DRAFT_FACTOR * max(self._waits)))
 
-    def observe(self, started: float, now: float, *, is_hidden: bool = False) -> None:
-        """Record a wait from `started` to `now`; the round before lasted until `started`.
-
-        `is_hidden` says that the target verified other requests meanwhile, so that the wait need not cost anything.
-        """
-        if is_hidden != self._is_hidden:
-            self._is_hidden = is_hidden
-            self._shares.clear()
-        elif self._started is not None:
-            self._shares.append(self._waits[-1] / (started - self._started))
-        self._started = started
-        self._waits.append(now - started)
-
-    def is_slow(self, num_draft_tokens: int) -> bool:
-        """Return whether the draft is slower than it is worth.
-
-        It is if it takes so much of a round that it would not pay if all of its tokens were accepted, unless it is
-        hidden; or a quarter of that, and four times what it once took.
-        """
-        if len(self._shares) < _NUM_DRAFTS:
-            return False
-        share, wait_s = median(self._shares), median(self._waits)
-        self._best_s = min(self._best_s, wait_s)
-        most = num_draft_tokens / (num_draft_tokens + 1)
-        is_costly = share > most and not self._is_hidden
-        return is_costly or (share > most / 4 and wait_s > _SLOWER * self._best_s)
+    def observe(self, seconds: float) -> None:
+        """Record a wait."""
+        self._waits.append(seconds)

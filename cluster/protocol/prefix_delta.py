@@ -6,7 +6,7 @@ restarted or evicted it, it replies with the ids, and the Router sends the whole
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.protocol.messages import PrefixDelta
@@ -36,9 +36,6 @@ class PrefixTable:
 
     def __getitem__(self, request_id: str) -> Prefix:
         return self._prefixes[request_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._prefixes))
 
     def update(self, released: Iterable[str], deltas: Sequence[PrefixDelta]) -> list[str]:
         """Release requests that have ended, and apply deltas; none of these is evicted.

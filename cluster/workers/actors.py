@@ -132,8 +132,8 @@ class DraftWorker(Worker):
             self._open(config), self._open(target), engine, run_ahead=run_ahead, features=features
         )
         self._backend.warm_up()
-        self._features, options = features, {"capacity": self._capacity, "version": self._version}
-        self._responder = DraftResponder(drafter, features=features, **options)
+        self._features, capacity = features, self._capacity
+        self._responder = DraftResponder(drafter, capacity=capacity, version=self._version, features=features)
         return self._backend.info
 
     def receive_features(self, identity: str) -> Endpoint:

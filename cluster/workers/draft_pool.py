@@ -2,27 +2,25 @@
 
 The proposal that is due first is drafted first. Others that wait are drafted in the same passes if their drafts are no
 longer, so that it waits for none of them. If their rows are more than fit into a pass, each group gets an equal share;
-what one leaves goes to the others. A proposal with a long text to catch up with takes turns with the others, a pass of
-at most `CHUNK` tokens at a time. Between proposals, the group runs ahead whose next one is due first.
+what one leaves goes to the others. Texts that are long to catch up with get one pass of at most `CHUNK` tokens after
+each of these batches. Between proposals, the group runs ahead whose next one is due first.
 
 All groups share one cache. When it is full, the group that holds most of it loses its least recently used request.
 """
 
-import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from itertools import islice
 
-import msgspec
 import torch
+from msgspec.structs import replace as changed
 
-from cluster.protocol.messages import AnyReply, AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose
-from cluster.protocol.prefix_delta import PrefixTable
+from cluster.protocol.messages import AnyReply, AnyRequest, PrefixMissing, Propose
+from cluster.workers.responder import DraftResponder, failure
 from engine.config import EngineConfig
-from engine.control.stats import PREPARATION
 from engine.drafting.model.draft_cache import MAX_TAIL, DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import choose_method
@@ -33,32 +31,17 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 256
 """Tokens of a pass that catches up with a text, at most: so much hardly takes a GPU longer than one token does."""
-_POLL_S = 50e-6
-"""Pause between two looks for a request while the device computes a pass ahead."""
-
-Answer = Callable[[AnyReply], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """A lease: the prefixes of its requests, whose ids begin with `version`, and what drafts ahead for it."""
-
-    version: int
-    table: PrefixTable
-    ahead: PassesAhead | None
-    may_advance: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Proposal:
     """A proposal that waits, or of which only some rows are drafted; `due` is when its drafts become worthless."""
 
-    group: _Group
+    lease: DraftResponder
     request: Propose
     rows: list[ProposeRow]
     due: float
-    answer: Answer
-    is_ahead: bool
+    answer: Callable[[AnyReply], None]
     is_caught_up: bool = False
     compute_s: float = 0.0
     drafts: list[Draft] = field(default_factory=list)
@@ -72,6 +55,11 @@ class _Proposal:
     def depth(self) -> int:
         """How many passes its drafts take."""
         return max((row.num_draft_tokens for row in self.missing), default=0)
+
+    @property
+    def ahead(self) -> PassesAhead | None:
+        """What drafts it, and then runs ahead of its verdicts; None if it is drafted with others."""
+        return self.lease.ahead if self.request.runs_ahead else None
 
 
 class SharedCache(DraftCache):
@@ -91,7 +79,7 @@ class SharedCache(DraftCache):
 
 
 class DraftPool:
-    """Drafts for the groups that have joined; `step` does the next thing.
+    """Drafts for the groups that have joined; `step` does the next thing. A request's name begins with its lease.
 
     Attributes:
         num_proposals: the proposals that were drafted since the start.
@@ -103,176 +91,153 @@ class DraftPool:
     ) -> None:
         """Make the cache, whose size is planned in `engine`; a pass has at most `max_num_seqs` rows."""
         method = choose_method(engine, has_draft_model=True)
-        chunk = min(CHUNK, engine.max_num_batched_tokens)
-        self.cache = SharedCache(draft.backend, replace(engine, max_num_batched_tokens=chunk))
+        self._chunk = min(CHUNK, engine.max_num_batched_tokens)
+        self.cache = SharedCache(draft.backend, replace(engine, max_num_batched_tokens=self._chunk))
         self.cache.forget = self._forget
         self._draft, self._engine, self._make = replace(draft, cache=self.cache), engine, method.make
         self._drafter: Drafter = method.make(engine, replace(self._draft, run_ahead=False))
-        """Drafts for all groups that do not run ahead."""
-        self._merges = not (draft.run_ahead and method.drafts_trees)
-        """Whether rounds without running ahead are drafted by it; a tree that was kept belongs to its own drafter."""
+        """Drafts for all groups, but for rounds that run ahead."""
         self.num_proposals = self.num_batches = 0
         self._clock = clock
-        self._groups: dict[int, _Group] = {}
+        self._leases: dict[int, DraftResponder] = {}
         self._waiting: list[_Proposal] = []
-        self._is_turn_of_chunk = False
         self._last: PassesAhead | None = None
 
     def join(self, version: int, capacity: int) -> None:
         """Draft for another group, of which at most `capacity` requests are kept."""
-        ahead = self._make(self._engine, self._draft) if self._draft.run_ahead else None
-        self._groups[version] = _Group(version, PrefixTable(capacity, self._forget), cast("PassesAhead | None", ahead))
+        drafter = self._make(self._engine, self._draft) if self._draft.run_ahead else self._drafter
+        self._leases[version] = DraftResponder(drafter, capacity=capacity, version=version, forget=self._forget)
 
     def leave(self, version: int) -> None:
         """Forget a group and all of its requests."""
-        group = self._groups[version]
-        self._waiting = [one for one in self._waiting if one.group is not group]
-        for name in {*group.table, *(name for name in self.cache.prefixes if _owner(name) == str(version))}:
+        self._waiting = [one for one in self._waiting if one.lease is not self._leases[version]]
+        for name in [name for name in self.cache.prefixes if _owner(name) == str(version)]:
             self._forget(name)
-        del self._groups[version]
+        del self._leases[version]
 
-    def submit(self, version: int, request: AnyRequest, answer: Answer) -> None:
+    def submit(self, version: int, request: AnyRequest, answer: Callable[[AnyReply], None]) -> None:
         """Take a group's request; a proposal waits until `step` has drafted its rows."""
-        if request.version != version:
-            return None
-        if isinstance(request, Ping):
-            return answer(Pong(request.round, version, 0.0))
-        if not isinstance(request, Propose):
-            return answer(Failure(request.round, version, 0.0, f"a pool does not accept {type(request).__name__}"))
-        group = self._groups[version]
-        prefixes = [entry.prefix for entry in request.rows]
-        deltas = [msgspec.structs.replace(one, request_id=_name(version, one.request_id)) for one in prefixes]
-        if missing := group.table.update([_name(version, one) for one in request.released], deltas):
-            names = [name.partition("/")[2] for name in missing]
-            return answer(PrefixMissing(request.round, version, 0.0, names))
-        rows = [
-            ProposeRow(group.table[delta.request_id].request, entry.num_draft_tokens)
-            for delta, entry in zip(deltas, request.rows, strict=True)
-        ]
-        is_ahead = group.ahead is not None and (request.runs_ahead or not self._merges)
-        due = self._clock() + request.deadline_s
-        self._waiting.append(_Proposal(group, request, rows, due, answer, is_ahead))
-        return None
+        if isinstance(request, Propose):
+            names = [f"{version}/{entry.prefix.request_id}" for entry in request.rows]
+            rows = [
+                changed(entry, prefix=changed(entry.prefix, request_id=name))
+                for name, entry in zip(names, request.rows, strict=True)
+            ]
+            request = changed(request, rows=rows, released=[f"{version}/{one}" for one in request.released])
+        lease = self._leases[version]
+        read = lease.read(request)
+        if isinstance(read, list):
+            assert isinstance(request, Propose)
+            self._waiting.append(_Proposal(lease, request, read, self._clock() + request.deadline_s, answer))
+        elif isinstance(read, PrefixMissing):
+            answer(changed(read, request_ids=[name.partition("/")[2] for name in read.request_ids]))
+        elif read is not None:
+            answer(read)
 
     def step(self) -> bool:
-        """Draft for proposals, catch up, or launch a pass ahead; return whether there is more to do now."""
+        """Draft for proposals and catch up, or launch a pass ahead; return whether there is more to do now."""
         now = self._clock()
-        self._waiting = [one for one in self._waiting if one.due > now]  # nobody waits for the others any more
+        waiting = [one for one in self._waiting if one.due > now]  # nobody waits for the others any more
+        self._waiting = sorted(waiting, key=lambda one: one.due)
         if not self._waiting:
             return self._run_ahead()
-        ready = [one for one in self._waiting if one.is_caught_up or not self._lags(one)]
-        lagging = [one for one in self._waiting if one not in ready]
-        is_chunk = bool(lagging) and (self._is_turn_of_chunk or not ready)
-        self._is_turn_of_chunk = not is_chunk
-        first = min(lagging if is_chunk else ready, key=lambda one: one.due)
-        shares = [(first, len(first.missing))]
-        if not is_chunk and not first.is_ahead:
-            merged = [one for one in ready if not one.is_ahead and one.depth <= first.depth]
-            shares = share_rows(merged, self._engine.max_num_seqs)
-        try:
-            with torch.inference_mode():
-                self._settle(first)
-                if is_chunk:
-                    self._catch_up(first)
-                else:
-                    self._draft_rows(shares)
-        except Exception as error:  # an error costs these groups one round's drafts, not this process
-            logger.exception("Drafting failed")
-            for proposal in {one for one, _ in shares} & set(self._waiting):
-                for row in proposal.rows:  # what the cache holds of them may not have been computed
-                    self._forget(row.request.request_id)
-                self._reply(proposal, f"{type(error).__name__}: {error}")
+        lagging = [one for one in self._waiting if self._lacking(one)]
+        if ready := [one for one in self._waiting if one not in lagging]:
+            merged = [one for one in ready if not one.ahead and one.depth <= ready[0].depth]
+            self._try(self._draft_rows, ready[:1] if ready[0].ahead else merged)
+        if lagging:
+            self._try(self._catch_up, lagging)
         return True
 
-    def _lags(self, proposal: _Proposal) -> bool:
-        """Return whether more tokens are missing than the passes that draft compute."""
-        return any(self._missing(row) > MAX_TAIL for row in proposal.missing if row.num_draft_tokens)
+    def _try(self, work: Callable[[list[_Proposal]], None], proposals: list[_Proposal]) -> None:
+        try:
+            with torch.inference_mode():
+                work(proposals)
+        except Exception as error:  # an error costs these groups one round's drafts, not this process
+            logger.exception("Drafting failed")
+            for proposal in proposals:
+                for row in proposal.rows:  # what the cache holds of them may not have been computed
+                    self._forget(row.request.request_id)
+                if proposal in self._waiting:
+                    self._reply(proposal, failure(proposal.request, error, proposal.compute_s))
 
-    def _missing(self, row: ProposeRow) -> int:
-        """Return how many tokens before the last one are not in the cache."""
-        prefix = self.cache.prefixes.get(row.request.request_id)
-        return len(row.request.token_ids) - 1 - (len(prefix.token_ids) if prefix is not None else 0)
+    def _lacking(self, proposal: _Proposal) -> list[ProposeRow]:
+        """Return the rows that lack more tokens than the passes that draft compute, and can get them in chunks."""
+        prefixes, rows = self.cache.prefixes, [] if proposal.is_caught_up else proposal.missing
+        cached = [prefixes.get(row.request.request_id) for row in rows]
+        lengths = [len(prefix.token_ids) if prefix is not None else 0 for prefix in cached]
+        return [
+            row
+            for row, length in zip(rows, lengths, strict=True)
+            if row.num_draft_tokens and len(row.request.token_ids) - 1 - length > MAX_TAIL
+        ]
 
-    def _settle(self, first: _Proposal) -> None:
-        """Let no group hold blocks for an answer that it has not settled, since a request of its may be evicted now."""
-        for group in self._groups.values():
-            if group.ahead is not None and not (first.is_ahead and group is first.group):
-                group.ahead.settle()
+    def _catch_up(self, proposals: list[_Proposal]) -> None:
+        """Compute one pass of the texts that proposals lack, most of it for those that are due first."""
+        self._turn_to(None)
+        current = {row.request.request_id for one in self._waiting for row in one.rows}
+        requests = []
+        for proposal in proposals:
+            able = [row.request for row in self._lacking(proposal) if self.cache.make_room(row, [], current)]
+            proposal.is_caught_up = not able
+            requests += able
+        if not self.cache.compute_chunk(requests):
+            for proposal in proposals:
+                proposal.is_caught_up = True
 
-    def _catch_up(self, proposal: _Proposal) -> None:
-        rows = [row for row in proposal.missing if row.num_draft_tokens and self._missing(row) > MAX_TAIL]
-        names = {row.request.request_id for row in rows}
-        requests = [row.request for row in rows if self.cache.make_room(row, [], names)]
-        proposal.is_caught_up = not self.cache.compute_chunk(requests)
-
-    def _draft_rows(self, shares: Sequence[tuple[_Proposal, int]]) -> None:
-        started, drafter = self._clock(), self._drafter
-        for proposal, _ in shares:
-            if (ahead := proposal.group.ahead) is not None and proposal.is_ahead:
-                ahead.runs_ahead, drafter = proposal.request.runs_ahead, cast("Drafter", ahead)
-            elif ahead is not None:
-                ahead.stop()
-        drafts = iter(run_in_process(drafter.propose([row for one, count in shares for row in one.missing[:count]])))
+    def _draft_rows(self, proposals: list[_Proposal]) -> None:
+        started, ahead = self._clock(), proposals[0].ahead
+        self._turn_to(ahead)
+        counts = share_rows(proposals, self._engine.max_num_seqs if ahead is None else len(proposals[0].missing))
+        for proposal in proposals:
+            if ahead is None and proposal.lease.ahead is not None:
+                proposal.lease.ahead.stop()
+        drafter = ahead or self._drafter
+        drafts = iter(run_in_process(drafter.propose([row for one in proposals for row in one.missing[: counts[one]]])))
         seconds = self._clock() - started
         self.num_batches += 1
-        for proposal, count in shares:
+        for proposal in proposals:
             proposal.compute_s += seconds
-            proposal.drafts += itertools.islice(drafts, count)
+            proposal.drafts += islice(drafts, counts[proposal])
             if not proposal.missing:
                 self.num_proposals += 1
-                self._reply(proposal)
+                self._reply(proposal, proposal.lease.drafts(proposal.request, proposal.drafts, proposal.compute_s))
+        if ahead is not None:
+            ahead.settle()  # it must not hold blocks for an answer while a request of its group is evicted
 
-    def _reply(self, proposal: _Proposal, problem: str = "") -> None:
+    def _reply(self, proposal: _Proposal, reply: AnyReply) -> None:
         self._waiting.remove(proposal)
-        group, common = proposal.group, (proposal.request.round, proposal.group.version, proposal.compute_s)
-        group.may_advance = group.ahead is not None
-        stats = None if group.ahead is None else group.ahead.stats
-        proposal.answer(
-            Failure(*common, problem) if problem else Drafts(*common, proposal.drafts, stats, PREPARATION.counts)
-        )
+        proposal.answer(reply)
 
     def _run_ahead(self) -> bool:
         """Launch at most one pass ahead, without waiting for its end."""
-        able = [group for group in self._groups.values() if group.may_advance and group.ahead and group.ahead.has_time]
-        if not able:
-            return False
-        group = min(able, key=lambda one: one.ahead.due if one.ahead else 0.0)
-        ahead = cast("PassesAhead", group.ahead)
-        if ahead.is_computing:
-            time.sleep(_POLL_S)
-            return True
+        able = [(one.ahead.due, one.version, one) for one in self._leases.values() if one.ahead and one.ahead.has_time]
+        if able:
+            *_, lease = min(able)
+            assert lease.ahead is not None
+            if not lease.ahead.is_computing:
+                self._turn_to(lease.ahead)
+            lease.work()
+        return bool(able)
+
+    def _turn_to(self, ahead: PassesAhead | None) -> None:
+        """Time the pass ahead that was launched last, before the device computes for another group."""
         if self._last is not None and self._last is not ahead:
             self._last.end_pass()
         self._last = ahead
-        try:
-            group.may_advance = ahead.advance()
-        except Exception:  # as above: an error costs only prepared drafts
-            logger.exception("Running ahead failed")
-            ahead.stop()
-            group.may_advance = False
-        return True
 
     def _forget(self, name: str) -> None:
         """Forget a request, which has ended or makes room for others."""
-        ahead = self._groups[int(_owner(name))].ahead
-        if ahead is not None:
+        if (ahead := self._leases[int(_owner(name))].ahead) is not None:
             ahead.release(name)
         self._drafter.release(name)
 
 
-def share_rows(proposals: Sequence[_Proposal], room: int) -> list[tuple[_Proposal, int]]:
+def share_rows(proposals: Sequence[_Proposal], room: int) -> Counter[_Proposal]:
     """Return how many rows of each proposal are drafted in one pass: all, or equal shares of the room."""
-    shares = []
-    by_size = sorted(proposals, key=lambda one: (len(one.missing), one.due))
-    for num_left, proposal in zip(range(len(by_size), 0, -1), by_size, strict=True):
-        count = min(len(proposal.missing), -(-room // num_left))
-        room -= count
-        shares.append((proposal, count))
-    return [(proposal, count) for proposal, count in shares if count or not proposal.missing]
-
-
-def _name(version: int, request_id: str) -> str:
-    return f"{version}/{request_id}"
+    longest = max(len(one.missing) for one in proposals)
+    turns = (one for turn in range(longest) for one in proposals if turn < len(one.missing))
+    return Counter(islice(turns, room))
 
 
 def _owner(name: str) -> str:

@@ -3,15 +3,13 @@
 Each lease has a server of its own, which one client may connect to. One thread computes and waits on all sockets.
 """
 
-import contextlib
 import itertools
 import logging
+import math
 import os
 import selectors
-import socket
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,9 +31,10 @@ LEASE_S = 10.0
 """A lease ends after a silence of so many seconds: its Router sends at least a ping each second."""
 _GROUPS_PER_WORKER = 4
 """A pass has room for the rows of so many groups, and the cache for their contexts of full length, at most."""
-_USED_S = 10
-"""Utilisation is that of so many seconds."""
-_TICK_S = 1.0
+_USED_S = 5.0
+"""Utilisation forgets with this time constant."""
+_TICK_S = 0.05
+"""How long a new lease waits until it is served, and an ended one until it is closed, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,15 @@ class Lease:
     info: ModelInfo
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Client:
     """A lease as the worker keeps it: its server, its most rows, and when its Router was last heard."""
 
+    version: int
     server: Server
     num_rows: int
     heard: float
+    is_served: bool = False
     has_ended: bool = False
 
 
@@ -75,13 +76,10 @@ class PoolWorker:
         self._pool: DraftPool
         self._backend: Backend
         self._versions = itertools.count(1)
-        self._clients: dict[int, _Client] = {}
+        self._clients: list[_Client] = []
         self._lock = threading.Lock()
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_sender.setblocking(False)
         self._is_closing = threading.Event()
-        self._used: deque[list[float]] = deque(maxlen=_USED_S + 1)
-        """Per second in which there was work, the second and how long that took."""
+        self._used = self._noted = 0.0
         self._working_since: float | None = None
 
     def load(self) -> ModelInfo:
@@ -118,36 +116,37 @@ class PoolWorker:
         assert engine.num_blocks is not None
         blocks_per_context = -(-(info.max_model_len + engine.num_speculative_tokens) // engine.block_size)
         with self._lock:
-            leased = [client for client in self._clients.values() if not client.has_ended]
-            needed = sum(blocks_per_context + rows for rows in (num_rows, *(one.num_rows for one in leased)))
-            if needed > engine.num_blocks or self._is_closing.is_set():
-                has = (
-                    f"has {engine.num_blocks} KV blocks; {len(leased)} leases and one of {num_rows} rows need {needed}"
-                )
-                raise TargetError(f"draft worker {self._worker} {'ends' if self._is_closing.is_set() else has}")
+            rows = [one.num_rows for one in self._leased]
+            needed, num_blocks = sum(blocks_per_context + count for count in (*rows, num_rows)), engine.num_blocks
+            if self._is_closing.is_set():
+                raise TargetError(f"draft worker {self._worker} ends")
+            if needed > num_blocks:
+                needs = f"{len(rows)} leases and one of {num_rows} rows need {needed}"
+                raise TargetError(f"draft worker {self._worker} has {num_blocks} KV blocks; {needs}")
             version, server = next(self._versions), Server(self._host, self._node_id, identity)
-            self._clients[version] = _Client(server, num_rows, time.monotonic())
-        self._wake()
+            self._clients.append(_Client(version, server, num_rows, time.monotonic()))
         return Lease(self._worker, version, server.endpoint, info)
 
     def end_one(self) -> None:
         """End the latest lease, so that its Router takes another, which may be of a worker with fewer."""
         with self._lock:
-            for client in [client for client in self._clients.values() if not client.has_ended][-1:]:
+            for client in self._leased[-1:]:
                 client.has_ended = True
-        self._wake()
 
     @property
     def num_leases(self) -> int:
         """How many Routers use this worker."""
         with self._lock:
-            return sum(not client.has_ended for client in self._clients.values())
+            return len(self._leased)
+
+    @property
+    def _leased(self) -> list[_Client]:
+        return [client for client in self._clients if not client.has_ended]
 
     @property
     def utilisation(self) -> float:
-        """The share of the last seconds in which this worker drafted, from 0 to 1."""
-        now = int(time.monotonic())
-        return sum(seconds for second, seconds in list(self._used) if now - _USED_S <= second < now) / _USED_S
+        """The share of time in which this worker drafted lately, from 0 to 1."""
+        return self._used * math.exp((self._noted - time.monotonic()) / _USED_S)
 
     @property
     def num_proposals(self) -> int:
@@ -170,14 +169,15 @@ class PoolWorker:
         self._backend.enter_thread()
         is_working = may_idle = False
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_receiver, selectors.EVENT_READ)
             try:
                 while not self._is_closing.is_set():
                     events = selector.select(0 if is_working else _TICK_S)
                     self._working_since = started = time.monotonic()
                     self._update_leases(selector, started)
-                    for key, _ in events:
-                        self._read(key.data)
+                    for client in [key.data for key, _ in events if not key.data.has_ended]:
+                        for request in client.server.receive():
+                            client.heard = started
+                            self._pool.submit(client.version, request, client.server.send)
                     if events or is_working:
                         is_working, may_idle = self._pool.step(), True
                         self._note_use(started)
@@ -186,44 +186,31 @@ class PoolWorker:
                     self._working_since = None
             finally:
                 self.close()
-                for client in self._clients.values():
+                for client in self._clients:
                     client.server.stop()
 
     def close(self) -> None:
         """End all leases, and make `serve` return."""
         self._is_closing.set()
-        self._wake()
 
     def _update_leases(self, selector: selectors.BaseSelector, now: float) -> None:
         """Serve new leases, and end those whose Router is silent."""
-        served = {key.data: key.fileobj for key in selector.get_map().values() if key.data is not None}
-        for version, client in list(self._clients.items()):
-            if version not in served:
-                self._pool.join(version, 4 * client.num_rows)
-                selector.register(client.server.selectable, selectors.EVENT_READ, version)
+        for client in list(self._clients):
+            if not client.is_served:
+                client.is_served = True
+                self._pool.join(client.version, 4 * client.num_rows)
+                selector.register(client.server.selectable, selectors.EVENT_READ, client)
             elif client.has_ended or now - client.heard > LEASE_S:
                 reason = "it was ended" if client.has_ended else f"its Router was silent for {LEASE_S:g} s"
-                logger.info("Lease %d ended: %s", version, reason)
-                selector.unregister(served[version])
+                logger.info("Lease %d ended: %s", client.version, reason)
+                client.has_ended = True
+                selector.unregister(client.server.selectable)
                 client.server.stop()
-                self._pool.leave(version)
+                self._pool.leave(client.version)
                 with self._lock:
-                    del self._clients[version]
-
-    def _read(self, version: int | None) -> None:
-        if version is None:
-            self._wake_receiver.recv(4096)
-        elif (client := self._clients.get(version)) is not None:
-            for request in client.server.receive():
-                client.heard = time.monotonic()
-                self._pool.submit(version, request, client.server.send)
+                    self._clients.remove(client)
 
     def _note_use(self, started: float) -> None:
         now = time.monotonic()
-        if not self._used or self._used[-1][0] != int(now):
-            self._used.append([int(now), 0.0])
-        self._used[-1][1] += now - started
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it holds enough unread wake-ups
-            self._wake_sender.send(b"!")
+        self._used = self.utilisation + 1 - math.exp((started - now) / _USED_S)
+        self._noted = now

@@ -10,12 +10,11 @@ from dataclasses import replace
 import pytest
 
 from cluster import leases as leases_module
-from cluster import remote as remote_module
+from cluster import remote_drafter as remote_module
 from cluster import round_times
 from cluster.config import GroupConfig
 from cluster.leases import Lease, keep_lease
 from cluster.remote_drafter import RemoteDrafter
-from cluster.round_times import DraftTimes
 from cluster.transport import Connector, Endpoint
 from cluster.workers.loading import load_verifier
 from cluster.workers.responder import DraftResponder
@@ -130,17 +129,6 @@ async def test_no_room_anywhere_is_asked_again_while_rounds_go_without_drafts(ca
     assert "next try in 0.01 s: no worker has room now" in caplog.text
 
 
-async def test_a_worker_that_is_slower_than_it_is_worth_drafts_this_round_and_is_replaced(monkeypatch):
-    rig = Rig("one", "two")
-    async with rig.kept():
-        await wait_for(lambda: rig.drafter.is_available)
-        monkeypatch.setattr(rig.drafter._times, "is_slow", lambda num_draft_tokens: num_draft_tokens == 3)
-        assert await rig.propose(1, 2, 3) == [1, 2, 3]
-        assert not rig.drafter.is_available
-        await wait_for(lambda: rig.taken == ["one", "two"])
-    assert rig.drafter.fallbacks == {"slow": 1}
-
-
 ENGINE = EngineConfig(
     num_speculative_tokens=3, max_num_seqs=4, num_blocks=3000, block_size=4, speculation="fixed", verification="coupled"
 )
@@ -225,7 +213,6 @@ async def test_four_groups_write_their_texts_whatever_happens_to_their_draft_wor
 ):
     """After the fault each group waits for the worker at most once, and goes on with drafts of the other one."""
     # The groups of this test take turns in one thread and wait for each other, and other processes use its cores.
-    monkeypatch.setattr(DraftTimes, "is_slow", lambda *_: False)
     monkeypatch.setattr(round_times, "_LEAST_DRAFT_S", 0.9)
     run_ahead = pool.config.run_ahead
     groups = [Group(replace(config, run_ahead=run_ahead), number, pool) for number in range(NUM_GROUPS)]

@@ -113,15 +113,6 @@ def test_a_worker_that_cannot_run_ahead_does_nothing_meanwhile():
     assert RemoteDrafter(timeout_s=PATIENT_S, overlaps=("none", "alternate")).overlap == "none"
 
 
-async def test_a_leased_worker_is_not_slow_because_it_gets_prompts():
-    side, reasons = DraftSide(), []
-    side.drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S, overlaps=("ahead",))
-    side.drafter.connect(side.link, on_failure=reasons.append)
-    for _ in range(40):
-        await side.propose(propose_row("a", [1], k=0))
-    assert reasons == []
-
-
 async def test_a_drafter_that_forgets_is_told_again():
     side = DraftSide()
     await side.propose(propose_row("a", [1, 2, 3]), propose_row("b", [4]))

@@ -200,10 +200,10 @@ class PassesAhead(ABC):
         self.stats.num_forwards += 1
 
     def end_pass(self) -> None:
-        """Note that the pass that was launched is over: call this before the device does anything else."""
-        if self._launched is not None:
+        """Note that the device gets something else to do; time the pass that was launched, if it is over."""
+        if self._launched is not None and not self._backend.is_busy:
             self._pace.observe_pass(self.clock() - self._launched)
-            self._launched = None
+        self._launched = None
 
     @abstractmethod
     def release(self, request_id: str) -> None:

@@ -45,16 +45,14 @@ class Passes(PassesAhead):
     def settled(self):
         self.num_settled += 1
 
+    def _propose(self, rows, arrived):
+        return arrived
+
     def release(self, request_id):
         pass
 
     def stop(self):
-        pass
-
-    def _propose(self, rows, arrived):
-        return arrived
-
-    release = stop = None
+        self._work = None
 
 
 MODEL = context_model(1)

@@ -273,9 +273,9 @@ class Engine:
         return [output for done in rounds for _, output in done.outputs]
 
     def _learn(self, plan: Plan, batch: list[ScheduledRow], verdicts: Ids[Verdict], seconds: RoundSeconds) -> None:
-        """Teach the planner a round, and count its length."""
+        """Teach the planner a round, and count its longest draft that was allowed."""
         self.planner.observe(plan, batch, verdicts, seconds)
-        self.stats.num_rounds_by_length[plan.num_draft_tokens, plan.reason] += 1
+        self.stats.num_rounds_by_length[max((plan.num_draft_tokens, *plan.copies.values())), plan.reason] += 1
 
     async def _propose(self, plan: Plan, batch: list[ScheduledRow]) -> list[Draft]:
         # A row in prefill gets no draft yet, but its prompt lets a drafter that runs ahead prepare one.

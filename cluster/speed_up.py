@@ -2,12 +2,11 @@
 
 A round commits `1 + a + ... + a^k` tokens of each request, where `a` is the share of draft tokens that the target
 accepts. It takes `t_d(k) + t_v(k)` where draft and target wait for each other. A draft that runs ahead guesses the
-token after its draft, too, so it needs `max(t_v(k), t_d(k + 1))` if the verdict was among its guesses. Two cohorts
-that alternate both advance within `2 max(t_v, t_d)`, each with half of the requests; `t_d + t_v` is never more.
+token after its draft, too, so it needs `max(t_v(k), t_d(k + 1))` if the verdict was among its guesses.
 """
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import ray
@@ -15,10 +14,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from cluster.config import GroupConfig
 from cluster.placement import DRAFT_BUNDLE, shares_gpu
+from cluster.ray_core import node_labels_match_selector
 from engine.errors import ConfigError
 from engine.execution.roofline import Placed, decoding, placed
 from engine.models.source import ModelSource
-from engine.protocols import Overlap
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +34,9 @@ _SURE = 0.8
 """A speed-up that is at most this even if all tokens are accepted is refused: a roofline is not that wrong."""
 
 
-def expected_tokens(acceptance: float, k: int) -> float:
-    """Return the tokens of a round: `1 + a + ... + a^k` (Leviathan et al., equation 1)."""
-    return sum(acceptance**i for i in range(k + 1))
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft, and the times of their passes and rounds, in seconds."""
+    """A target and its draft, and the times of their passes, in seconds."""
 
     target: Placed
     draft: Placed
@@ -55,35 +49,25 @@ class Pair:
         """Return the time of the `k` passes that make a draft for each row."""
         return k * self.draft.pass_seconds(decoding(round(num_rows), 1, round(context)))
 
-    def round_s(
-        self, num_rows: int, k: int, overlap: Overlap = "none", *, hit_rate: float = 1.0, together: float = 1.0
-    ) -> float:
-        """Return the time in which each row advances by one round.
+    def round_s(self, num_rows: int, k: int, *, hit_rate: float = 0.0, together: float = 1.0) -> float:
+        """Return the time of a round.
 
         Args:
-            hit_rate: of one row's verdicts, the share that a draft that runs ahead has prepared for.
+            hit_rate: of one row's verdicts, the share that a draft that runs ahead has prepared for; 0 if it does not.
             together: groups whose rows are in each pass of the draft.
         """
-        if overlap == "alternate":
-            half = (num_rows + 1) // 2
-            target_s, draft_s = self.target_s(half, k), self.draft_s(half * together, k)
-            return 2 * max(target_s, draft_s)
-        target_s, draft_s = self.target_s(num_rows, k), self.draft_s(num_rows * together, k)
-        if overlap == "none":
-            return target_s + draft_s
-        hits = hit_rate**num_rows  # of a round whose rows all hit
-        return hits * max(target_s, self.draft_s(num_rows * together, k + 1)) + (1 - hits) * (target_s + draft_s)
+        target_s, rows = self.target_s(num_rows, k), num_rows * together
+        in_turn_s, hits = target_s + self.draft_s(rows, k), hit_rate**num_rows  # of all rows
+        return hits * max(target_s, self.draft_s(rows, k + 1)) + (1 - hits) * in_turn_s
 
-    def speed_up(
-        self, num_rows: int, acceptance: float, lengths: Iterable[int], overlaps: Collection[Overlap], hit_rate: float
-    ) -> float:
-        """Return the tokens per second with the best of these lengths and overlaps, over those without drafts."""
-        plain_s = self.target_s(num_rows, 0)
-        return max(
-            expected_tokens(acceptance, k) * plain_s / self.round_s(num_rows, k, overlap, hit_rate=hit_rate)
+    def speed_up(self, num_rows: int, acceptance: float, lengths: Iterable[int], hit_rate: float) -> float:
+        """Return the tokens per second with the best of these lengths, ahead or not, over those without drafts."""
+        speeds = (
+            sum(acceptance**i for i in range(k + 1)) / self.round_s(num_rows, k, hit_rate=rate)  # Leviathan et al., (1)
             for k in lengths
-            for overlap in overlaps
+            for rate in (0.0, hit_rate)
         )
+        return self.target_s(num_rows, 0) * max(speeds)
 
 
 def judge(
@@ -108,24 +92,26 @@ def judge(
         ModelError: there is no such model.
     """
     size, k = config.tensor_parallel_size, config.engine.num_speculative_tokens
+    if config.method.reads_features:  # a head is no model by itself
+        return ""
     placed_target, placed_draft = placed(target, target_gpu, size), placed(draft, draft_gpu)
-    if placed_target is None or placed_draft is None or config.method.reads_features:
+    if placed_target is None or placed_draft is None:
         return ""
     pair = Pair(placed_target, placed_draft)
     lengths = range(1, k + 1) if config.engine.speculation == "adaptive" else [k]
-    overlaps: list[Overlap] = ["none", "ahead"] if is_apart and config.run_ahead != "off" else ["none"]
+    is_ahead = is_apart and config.run_ahead != "off"
     target_ms, draft_ms = 1e3 * pair.target_s(1, k), 1e3 * pair.draft_s(1, k)
     times = (
         f"by the datasheets, {k} draft tokens of {draft.path} take {draft_ms:.1f} ms on {draft_gpu}, and a pass of "
         f"{target.path} {target_ms:.1f} ms on {size} x {target_gpu}"
     )
-    bound = max(pair.speed_up(rows, 1.0, lengths, overlaps, 1.0) for rows in BATCH_SIZES)
+    bound = max(pair.speed_up(rows, 1.0, lengths, float(is_ahead)) for rows in BATCH_SIZES)
     if bound < _SURE:
         raise ConfigError(
             f"draft_model cannot pay: {times}; text would come {bound:.2f} times as fast if every draft token were "
             "accepted; use a smaller draft, a faster GPU for it, or draft_model=none"
         )
-    likely = [pair.speed_up(rows, LIKELY_ACCEPTANCE, lengths, overlaps, HIT_RATE) for rows in BATCH_SIZES]
+    likely = [pair.speed_up(rows, LIKELY_ACCEPTANCE, lengths, HIT_RATE * is_ahead) for rows in BATCH_SIZES]
     num_gpus = 1 + num_added / size
     if min(likely) >= num_gpus:
         return ""
@@ -147,8 +133,8 @@ def check_placed(config: GroupConfig, placement: PlacementGroup, target: ModelSo
     is_apart, has_own = not shares_gpu(config, bundles), len(bundles) > DRAFT_BUNDLE + 1
     draft_gpu = gpu(DRAFT_BUNDLE)
     if is_apart and not has_own:  # a pool's, wherever its nodes may be
-        wanted = config.draft_label_selector.items()
-        types = {there.get(ACCELERATOR, "") for there in labels.values() if wanted <= there.items()} - {""}
+        wanted = dict(config.draft_label_selector)
+        types = {it.get(ACCELERATOR, "") for it in labels.values() if node_labels_match_selector(it, wanted)} - {""}
         draft_gpu = types.pop() if len(types) == 1 else ""
     gpus = gpu(len(bundles) - 1), draft_gpu
     if warning := judge(config, target, draft, *gpus, is_apart=is_apart, num_added=int(has_own)):

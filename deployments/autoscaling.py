@@ -68,35 +68,23 @@ class UtilisationPolicy:
         return num_workers if num_workers > target else min(target, max(1, math.ceil(busy / IDLE))), {}
 
 
-def autoscaling_config(settings: Autoscaling) -> AutoscalingConfig | None:
-    """Return Serve's autoscaling settings for Routers; None is a fixed number of replicas."""
-    return _scaled(
-        (settings.min_replicas, settings.upper_bound),
-        (settings.upscale_delay_s, settings.downscale_delay_s),
-        AutoscalingPolicy(
-            policy_function=QueueDepthPolicy, policy_kwargs={"requests_per_replica": settings.requests_per_replica}
-        ),
-    )
-
-
-def pool_autoscaling_config(settings: PoolSize) -> AutoscalingConfig | None:
-    """Return Serve's autoscaling settings for draft workers; None is a fixed number of them."""
-    policy = AutoscalingPolicy(policy_function=UtilisationPolicy)
-    return _scaled((settings.replicas, settings.upper_bound), _POOL_DELAYS_S, policy)
-
-
-def _scaled(
-    bounds: tuple[int, int], delays_s: tuple[float, float], policy: AutoscalingPolicy
-) -> AutoscalingConfig | None:
-    """Return settings with these bounds, and these delays before replicas are added and removed."""
-    if bounds[0] == bounds[1]:
+def autoscaling_config(settings: Autoscaling | PoolSize) -> AutoscalingConfig | None:
+    """Return Serve's autoscaling settings for Routers or for draft workers; None is a fixed number of replicas."""
+    if isinstance(settings, Autoscaling):
+        lower_bound, delays_s = settings.min_replicas, (settings.upscale_delay_s, settings.downscale_delay_s)
+        sizes = {"requests_per_replica": settings.requests_per_replica}
+        policy = AutoscalingPolicy(policy_function=QueueDepthPolicy, policy_kwargs=sizes)
+    else:
+        lower_bound, delays_s = settings.replicas, _POOL_DELAYS_S
+        policy = AutoscalingPolicy(policy_function=UtilisationPolicy)
+    if lower_bound == settings.upper_bound:
         return None
     with warnings.catch_warnings():
         # It says that environment variables will replace metrics_interval_s; in Ray 2.60 they have no effect.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
-            min_replicas=bounds[0],
-            max_replicas=bounds[1],
+            min_replicas=lower_bound,
+            max_replicas=settings.upper_bound,
             upscale_delay_s=delays_s[0],
             downscale_delay_s=delays_s[1],
             look_back_period_s=_LOOK_BACK_S,

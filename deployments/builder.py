@@ -14,14 +14,14 @@ from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, p
 from cluster.config import GroupConfig
 from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles, pool_options
 from cluster.ray_core import this_machine
-from deployments.autoscaling import autoscaling_config, pool_autoscaling_config
-from deployments.config import AppConfig, ArgumentError, api_keys, group_config, ingress_config, pool_config
+from deployments.autoscaling import autoscaling_config
+from deployments.config import AppConfig, ArgumentError, PoolSize, api_keys, group_config, ingress_config, pool_config
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.ingress.ingress import Ingress
 from deployments.ingress.server_info import installed_version
 from deployments.observe.logs import serve_logging
 from deployments.ray_internals import with_version
-from deployments.router.draft_replica import Drafts
+from deployments.router.pooled_drafts import Drafts
 from deployments.router.router import Router
 from deployments.routing.loads import QueueDepthRouter
 from deployments.wire import DRAFTS
@@ -67,15 +67,15 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     num_cpus = sum(node.resources.get("CPU", 0) for node in nodes.values())
     affordable = min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
     num_ingress_replicas = config.num_ingress_replicas or affordable
-    router_surge, ingress_surge = _check_room(
-        config,
-        num_ingress_replicas,
-        slots(group, bundles),
-        [pool_slot(group, num_gpus=num_gpus)],
-        nodes,
-        can_grow=can_grow,
-    )
+    needs = slots(group, bundles), [pool_slot(group, num_gpus=num_gpus)]
+    router_surge, ingress_surge = _check_room(config, num_ingress_replicas, *needs, nodes, can_grow=can_grow)
     log = serve_logging(config.log_format)
+    watched: dict[str, Any] = {
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "health_check_timeout_s": config.hang_timeout_s / FAILED_CHECKS,
+        "max_constructor_retry_count": START_TRIES,
+        "logging_config": {**log, "enable_access_log": False},  # the Ingress logs each request
+    }
     scaling = autoscaling_config(config.autoscaling)
     drain_timeout_s = config.drain_timeout_s
     if scaling is not None:
@@ -91,12 +91,9 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         # More than the engine admits, so that the engine refuses requests with 429 and Serve's own queue stays empty.
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=drain_timeout_s + LAST_WORDS_S,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=config.hang_timeout_s / FAILED_CHECKS,
-        max_constructor_retry_count=START_TRIES,
         request_router_config=RequestRouterConfig(request_router_class=QueueDepthRouter),  # type: ignore[arg-type]
         max_surge_percent=router_surge,
-        logging_config={**log, "enable_access_log": False},  # the Ingress logs each request
+        **watched,
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
     )
     ingress: Any = serve.deployment(
@@ -112,7 +109,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         logging_config=log,
     )
     front = ingress_config(config)
-    pool = [] if config.draft_pool is None else [_draft_pool(config, group, num_gpus)]
+    pool = [] if config.draft_pool is None else [_draft_pool(config.draft_pool, group, num_gpus, watched)]
     # Another draft replaces the pool alone: Routers then lease one of its new workers.
     router = with_version(router, _version(replace(group, draft=None) if pool else group))
     ingress = with_version(ingress, _version(front, keys, config.label_selector.ingress))
@@ -120,20 +117,15 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     return application
 
 
-def _draft_pool(config: AppConfig, group: GroupConfig, num_gpus: float) -> Application:
+def _draft_pool(settings: PoolSize, group: GroupConfig, num_gpus: float, watched: dict[str, Any]) -> Application:
     """Return the deployment of the pool's draft workers, bound to its settings."""
-    settings, pool = config.draft_pool, pool_config(group)
-    assert settings is not None
-    scaling = pool_autoscaling_config(settings)
+    pool, scaling = pool_config(group), autoscaling_config(settings)
     drafts: Any = serve.deployment(
         Drafts,
         name=DRAFTS,
         ray_actor_options=pool_options(group, num_gpus=num_gpus),
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=config.hang_timeout_s / FAILED_CHECKS,
-        max_constructor_retry_count=START_TRIES,
         max_surge_percent=0,  # no text waits for a draft worker, and its GPU is seldom there twice
-        logging_config={**serve_logging(config.log_format), "enable_access_log": False},
+        **watched,
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": settings.replicas}),
     )
     application: Application = with_version(drafts, _version(pool)).bind(pool)
@@ -155,22 +147,13 @@ def surge_percent(num_replicas: int, room: int) -> int:
 
 
 def _check_room(
-    config: AppConfig,
-    num_ingress_replicas: int,
-    group: list[Slot],
-    draft: list[Slot],
-    nodes: dict[str, Node],
-    *,
-    can_grow: bool,
+    config: AppConfig, num_ingress: int, group: list[Slot], draft: list[Slot], nodes: dict[str, Node], *, can_grow: bool
 ) -> tuple[int, int]:
     """Return the surge percentages of Routers and Ingresses; report replicas without room."""
     ingress = [Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, config.label_selector.ingress)]
     num_drafts = 0 if config.draft_pool is None else config.draft_pool.replicas
-    left = nodes
-    for setting, slot, number in (
-        ("num_ingress_replicas", ingress, num_ingress_replicas),
-        ("draft_pool.replicas", draft, num_drafts),
-    ):
+    named, left = {"num_ingress_replicas": (ingress, num_ingress), "draft_pool.replicas": (draft, num_drafts)}, nodes
+    for setting, (slot, number) in named.items():
         num_placed, left = place_groups(slot, left, limit=number)
         if num_placed < number:
             shortages = missing(slot, left)
@@ -183,9 +166,9 @@ def _check_room(
         is_fatal = is_short and not can_grow
         _report_shortage(f"autoscaling.{bound}", room, missing(group, free), is_fatal=is_fatal, can_grow=can_grow)
     _, left = place_groups(draft, nodes, limit=num_drafts)
-    num_placed, left = place_groups(ingress, left, limit=2 * num_ingress_replicas)
+    num_placed, left = place_groups(ingress, left, limit=2 * num_ingress)
     room_beside, _ = place_groups(group, left, limit=2 * bounds.upper_bound)
-    has_room_for_two = num_placed == 2 * num_ingress_replicas and room_beside >= room
+    has_room_for_two = num_placed == 2 * num_ingress and room_beside >= room
     return surge_percent(bounds.upper_bound, room_beside), 100 if has_room_for_two else 0
 
 

@@ -232,8 +232,8 @@ def group_config(config: AppConfig) -> GroupConfig:
 def pool_config(group: GroupConfig) -> GroupConfig:
     """Return what a draft worker of a pool reads of its groups' settings; of the target, it reads files alone."""
     target = ModelConfig(group.target.path, group.target.revision)
-    names = ("draft", "engine", "run_ahead", "draft_pool", "draft_label_selector", "start_timeout_s", "log_format")
-    return GroupConfig(target, **{name: getattr(group, name) for name in names})
+    names = "draft engine run_ahead draft_pool draft_label_selector hang_timeout_s start_timeout_s log_format"
+    return GroupConfig(target, **{name: getattr(group, name) for name in names.split()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

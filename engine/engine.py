@@ -255,7 +255,8 @@ class Engine:
         started = max(flight.started_s, before)
         seconds = RoundSeconds(ended - started, flight.draft_s, ended - max(flight.sent_s, before))
         self.planner.observe(flight.plan, batch, verdicts, seconds)
-        self.stats.num_rounds_by_length[flight.plan.num_draft_tokens, flight.plan.reason] += 1
+        longest = max((flight.plan.num_draft_tokens, *flight.plan.copies.values()))
+        self.stats.num_rounds_by_length[longest, flight.plan.reason] += 1
         self._committed.append(_Round(batch, outputs, started, ended))
         for sequence, _ in outputs:
             if sequence.finish_reason is not None:

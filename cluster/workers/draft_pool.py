@@ -25,6 +25,7 @@ from engine.drafting.model.draft_cache import MAX_TAIL, DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import choose_method
 from engine.drafting.run_ahead.passes import PassesAhead
+from engine.drafting.run_ahead.shared_pass import advance_together
 from engine.protocols import Draft, Drafter, ProposeRow, run_in_process
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,6 @@ class DraftPool:
         self._clock = clock
         self._leases: dict[int, DraftResponder] = {}
         self._waiting: list[_Proposal] = []
-        self._last: PassesAhead | None = None
 
     def join(self, version: int, capacity: int) -> None:
         """Draft for another group, of which at most `capacity` requests are kept."""
@@ -174,7 +174,7 @@ class DraftPool:
 
     def _catch_up(self, proposals: list[_Proposal]) -> None:
         """Compute one pass of the texts that proposals lack, most of it for those that are due first."""
-        self._turn_to(None)
+        self._end_passes()
         current = {row.request.request_id for one in self._waiting for row in one.rows}
         requests = []
         for proposal in proposals:
@@ -187,7 +187,7 @@ class DraftPool:
 
     def _draft_rows(self, proposals: list[_Proposal]) -> None:
         started, ahead = self._clock(), proposals[0].ahead
-        self._turn_to(ahead)
+        self._end_passes(but=ahead)
         counts = share_rows(proposals, self._engine.max_num_seqs if ahead is None else len(proposals[0].missing))
         for proposal in proposals:
             if ahead is None and proposal.lease.ahead is not None:
@@ -210,21 +210,26 @@ class DraftPool:
         proposal.answer(reply)
 
     def _run_ahead(self) -> bool:
-        """Launch at most one pass ahead, without waiting for its end."""
-        able = [(one.ahead.due, one.version, one) for one in self._leases.values() if one.ahead and one.ahead.has_time]
-        if able:
-            *_, lease = min(able)
-            assert lease.ahead is not None
-            if not lease.ahead.is_computing:
-                self._turn_to(lease.ahead)
-            lease.work()
-        return bool(able)
+        """Launch at most one pass ahead, of the group that is due first and of others, without waiting for its end."""
+        leases = [one for one in self._leases.values() if one.ahead is not None and one.ahead.has_time]
+        aheads = sorted((one.ahead for one in leases if one.ahead is not None), key=lambda ahead: ahead.due)
+        if aheads and aheads[0].is_computing:
+            return leases[0].work()
+        self._end_passes()
+        try:
+            if aheads:
+                advance_together(aheads, self._engine.max_num_seqs)
+        except Exception:  # an error costs only prepared drafts
+            logger.exception("Running ahead failed")
+            for ahead in aheads:
+                ahead.stop()
+        return bool(aheads)
 
-    def _turn_to(self, ahead: PassesAhead | None) -> None:
-        """Time the pass ahead that was launched last, before the device computes for another group."""
-        if self._last is not None and self._last is not ahead:
-            self._last.end_pass()
-        self._last = ahead
+    def _end_passes(self, but: PassesAhead | None = None) -> None:
+        """Time the passes ahead that were launched last, before the device computes something else."""
+        for lease in self._leases.values():
+            if lease.ahead is not None and lease.ahead is not but:
+                lease.ahead.end_pass()
 
     def _forget(self, name: str) -> None:
         """Forget a request, which has ended or makes room for others."""

@@ -202,14 +202,13 @@ class Ingress:
 
     async def version(self) -> Response:
         """Return the server's version."""
-        known = self._fingerprint or None
-        body = Version(version=installed_version(), device=self.config.target.device, system_fingerprint=known)
-        return json_response(body)
+        device, known = self.config.target.device, self._fingerprint or None
+        return json_response(Version(version=installed_version(), device=device, system_fingerprint=known))
 
     async def metrics(self) -> Response:
         """Return Prometheus metrics of all replicas, each with its own label."""
-        text = exposition(await self._routers.collect(), self.config.model_name)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        collected = await self._routers.collect()
+        return Response(exposition(collected, self.config.model_name), media_type=CONTENT_TYPE_LATEST)
 
     def _health(self) -> Health:
         routers = self._routers.heard()
@@ -280,8 +279,7 @@ class Ingress:
         if source is not None:
             params = replace(params, grammar=await self._compiler.compile(source))
         request = writer.request
-        is_seeded = self.config.verification in SEEDED_RULES
-        ids, seed = event_ids(writer, params, last_event_id, is_seeded=is_seeded)
+        ids, seed = event_ids(writer, params, last_event_id, is_seeded=self.config.verification in SEEDED_RULES)
         generation = Generation(
             # Not that of the answer, which another Ingress may have begun.
             request_id=secrets.token_hex(16) if last_event_id else writer.reply.id,

@@ -1,10 +1,10 @@
 """DraftHealth: whether the drafts of the last minute were of use, for the log, once, and for `/metrics`."""
 
 import logging
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 from engine.control.stats import SpeculationStats
 
@@ -18,25 +18,10 @@ MIN_ROUNDS = 50
 WHY_PLAIN: Mapping[str, tuple[str, str]] = {
     "off": ("speculation is off, or there is no draft", "serve with a draft_model and speculation=adaptive"),
     "request": ("the requests turn it off", "leave `speculative` out of requests"),
-    "goodput": (
-        "adaptive speculation measured that drafts do not pay",
-        "try a smaller draft, or fewer requests at once",
-    ),
+    "goodput": ("adaptive speculation measured that they do not pay", "try a smaller draft, or fewer requests at once"),
     "trial": ("other lengths are being tried", "measure again later"),
 }
 """Why rounds have no draft, and what to do, by the reason that /metrics gives for their length."""
-
-
-class _Counts(NamedTuple):
-    """Counters since the start, when they were read; the rounds' seconds as `RouterMetrics` counts them."""
-
-    now_s: float
-    num_rounds: float
-    round_s: float
-    draft_wait_s: float
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_tokens: int
 
 
 class DraftHealth:
@@ -53,20 +38,21 @@ class DraftHealth:
     ) -> None:
         self.problems = dict.fromkeys(("low_acceptance", "unused", "costs_more"), False)
         self._stats, self._fallbacks, self._clock = stats, fallbacks, clock
-        self._window: deque[tuple[_Counts, Counter[tuple[int, str]], Counter[str]]] = deque()
+        self._window: deque[tuple[tuple[float, ...], Counter[str], Counter[str]]] = deque()
         self._told: set[str] = set()
 
-    def observe(self, num_rounds: float, round_s: float, draft_wait_s: float) -> None:
+    def observe(self, num_rounds: float, round_s: float, draft_wait_s: float, target_s: float) -> None:
         """Read the counters, unless that was less than `PERIOD_S` ago; the arguments are counters of rounds, too."""
         stats, now_s = self._stats, self._clock()
-        if self._window and now_s < self._window[-1][0].now_s + PERIOD_S:
+        if self._window and now_s < self._window[-1][0][0] + PERIOD_S:
             return
         drafted = stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_generation_tokens
-        counts = _Counts(now_s, num_rounds, round_s, draft_wait_s, *drafted)
-        self._window.append((counts, stats.num_rounds_by_length.copy(), self._fallbacks.copy()))
-        while len(self._window) > 1 and self._window[1][0].now_s <= now_s - WINDOW_S:
+        plain = Counter({why: n for (length, why), n in stats.num_rounds_by_length.items() if not length})
+        counts = (now_s, num_rounds, round_s, draft_wait_s, target_s, *drafted)
+        self._window.append((counts, plain, self._fallbacks.copy()))
+        while len(self._window) > 1 and self._window[1][0][0] <= now_s - WINDOW_S:
             self._window.popleft()
-        found = self._judge() if now_s >= self._window[0][0].now_s + WINDOW_S else {}
+        found = self._judge()
         self.problems = {name: name in found for name in self.problems}
         for name in found.keys() - self._told:
             logger.warning("drafts, last minute: %s", found[name])
@@ -74,16 +60,13 @@ class DraftHealth:
 
     def _judge(self) -> dict[str, str]:
         """Return the problems of the window, in words."""
-        (before, lengths, fallbacks), (now, lengths_now, fallbacks_now) = self._window[0], self._window[-1]
-        _, rounds, round_s, wait_s, drafted, accepted, tokens = map(
-            float.__sub__, *(map(float, c) for c in (now, before))
-        )
-        if rounds < MIN_ROUNDS:
+        (before, plain_before, lost_before), (now, plain, lost) = self._window[0], self._window[-1]
+        passed_s, rounds, round_s, wait_s, target_s, drafted, accepted, tokens = map(operator.sub, now, before)
+        if passed_s < WINDOW_S or rounds < MIN_ROUNDS:
             return {}
-        found = {}
-        plain = Counter({why: n for (length, why), n in (lengths_now - lengths).items() if not length})
-        lost = fallbacks_now - fallbacks
-        why, advice = WHY_PLAIN.get(plain.most_common(1)[0][0] if plain else "", ("none was proposed", "read its log"))
+        found, plain, lost = {}, plain - plain_before, lost - lost_before
+        most = max(plain, key=plain.__getitem__, default="")
+        why, advice = WHY_PLAIN.get(most, ("none was proposed", "read its log"))
         if lost.total() > plain.total():
             why, advice = f"its worker did not answer ({lost.most_common(1)[0][0]})", "read its log"
         if not drafted:
@@ -93,9 +76,10 @@ class DraftHealth:
                 f"{accepted / drafted:.0%} of {drafted:.0f} draft tokens were accepted; take a draft of the target's "
                 "family, trained alike, or draft_model=none"
             )
-        gain, cost = tokens / max(1.0, tokens - accepted), round_s / max(1e-9, round_s - wait_s)
+        # While two cohorts alternate, rounds wait for drafts as the target computes; that costs nothing.
+        gain, cost = tokens / max(1.0, tokens - accepted), round_s / max(1e-9, round_s - wait_s, target_s)
         if 2 * plain["goodput"] > rounds:
-            found["costs_more"] = f"they cost more than they bring at this load: {': '.join(WHY_PLAIN['goodput'])}"
+            found["costs_more"] = f"they cost more than they bring at this load: {', '.join(WHY_PLAIN['goodput'])}"
         elif drafted and gain < cost:
             found["costs_more"] = (
                 f"they cost more than they bring at this load: {gain:.2f} times the tokens of a round, and waiting "

@@ -132,7 +132,7 @@ class RouterMetrics:
     def watch_draft(self) -> None:
         """Look whether drafts were of use lately; call it every second or so, while requests run or not."""
         if self._draft_health is not None:
-            seconds = (sum(self._round_s[name].values()) for name in ("round", "draft_wait"))
+            seconds = (sum(self._round_s[name].values()) for name in ("round", "draft_wait", "target_compute"))
             self._draft_health.observe(sum(self._rounds.values()), *seconds)
 
     def collect(self) -> list[Metric]:

@@ -22,7 +22,7 @@ from deployments.observe.logs import in_background, limited_start, set_log_forma
 from deployments.observe.metrics import ReplicaMetrics, RouterMetrics
 from deployments.ray_internals import bind_replica
 from deployments.router.delivery import Delivery
-from deployments.router.draft_leases import ServeLeases
+from deployments.router.pooled_drafts import ServeLeases
 from deployments.router.round_loop import RoundLoop
 from deployments.routing.prefixes import landmarks
 from deployments.wire import (

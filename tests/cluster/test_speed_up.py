@@ -8,7 +8,7 @@ import pytest
 
 from cluster import speed_up
 from cluster.config import GroupConfig
-from cluster.speed_up import Pair, check_placed, expected_tokens, judge
+from cluster.speed_up import Pair, check_placed, judge
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ConfigError
 from engine.execution.roofline import PASS_S, Hardware, Model, Placed
@@ -34,22 +34,10 @@ FEW = Pair(passes_of(10.0, 0.0), passes_of(1.0, 0.0))
 
 def test_a_round_lasts_for_what_does_not_overlap():
     assert FEW.round_s(8, 4) == pytest.approx(14 * MS)
-    assert FEW.round_s(8, 4, "ahead") == pytest.approx(10 * MS)
-    assert FEW.round_s(1, 12, "ahead") == pytest.approx(13 * MS)  # 12, and the guess of the token after them
-    assert FEW.round_s(1, 4, "ahead", hit_rate=0.9) == pytest.approx((0.9 * 10 + 0.1 * 14) * MS)
-    assert FEW.round_s(2, 4, "ahead", hit_rate=0.5) == pytest.approx((0.25 * 10 + 0.75 * 14) * MS)
-
-
-def test_alternating_gains_where_half_of_the_rows_take_half_of_the_time():
-    assert FEW.round_s(8, 4, "alternate") == pytest.approx(20 * MS)  # both cohorts wait for the weights
-    many = Pair(passes_of(1.0, 0.5), passes_of(1.0, 0.0))  # 16 rows of 5 tokens: 40 ms
-    assert many.round_s(16, 4) == pytest.approx(44 * MS, rel=1e-2)
-    assert many.round_s(16, 4, "alternate") == pytest.approx(40 * MS, rel=1e-2)
-    slow = Pair(passes_of(1.0, 0.5), passes_of(10.0, 0.0))
-    assert slow.round_s(16, 4, "alternate") == pytest.approx(80 * MS, rel=1e-2)  # the draft is never idle
-    uneven = Pair(passes_of(1.0, 0.5), passes_of(8.0, 0.0))
-    assert uneven.round_s(4, 4, "alternate") == pytest.approx(64 * MS, rel=1e-2)
-    assert uneven.round_s(16, 1, "alternate") == pytest.approx(16 * MS, rel=2e-2)  # 8 + 8: neither is always busy
+    assert FEW.round_s(8, 4, hit_rate=1.0) == pytest.approx(10 * MS)
+    assert FEW.round_s(1, 12, hit_rate=1.0) == pytest.approx(13 * MS)  # 12, and the guess of the token after them
+    assert FEW.round_s(1, 4, hit_rate=0.9) == pytest.approx((0.9 * 10 + 0.1 * 14) * MS)
+    assert FEW.round_s(2, 4, hit_rate=0.5) == pytest.approx((0.25 * 10 + 0.75 * 14) * MS)
 
 
 def test_a_pool_drafts_for_the_rows_of_all_groups_together():
@@ -59,11 +47,12 @@ def test_a_pool_drafts_for_the_rows_of_all_groups_together():
 
 
 def test_the_best_length_and_overlap_count():
-    assert expected_tokens(0.5, 2) == 1.75
-    assert expected_tokens(1.0, 4) == 5
-    assert FEW.speed_up(1, 1.0, [4], ["none"], 1.0) == pytest.approx(5 * 10 / 14)
-    assert FEW.speed_up(1, 1.0, [4], ["none", "ahead"], 1.0) == pytest.approx(5.0)
-    assert FEW.speed_up(1, 0.5, [1, 2, 3, 4], ["none"], 1.0) == pytest.approx(1.75 * 10 / 12)
+    assert FEW.speed_up(1, 1.0, [4], 0.0) == pytest.approx(5 * 10 / 14)
+    assert FEW.speed_up(1, 1.0, [4], 1.0) == pytest.approx(5.0)
+    assert FEW.speed_up(1, 0.5, [2], 0.0) == pytest.approx(1.75 * 10 / 12)
+    assert FEW.speed_up(1, 0.5, [1, 2, 3, 4], 0.0) == pytest.approx(1.75 * 10 / 12)
+    slow = Pair(passes_of(1.0, 0.0), passes_of(10.0, 0.0))  # a guess of the token after a draft takes 10 ms more
+    assert slow.speed_up(1, 1.0, [1], 1.0) == slow.speed_up(1, 1.0, [1], 0.0) == pytest.approx(2 / 11)
 
 
 def sources(tmp_path, target, draft, **options):
@@ -153,5 +142,7 @@ def test_a_pools_gpus_are_those_of_the_nodes_that_the_draft_may_be_on(tmp_path, 
     small, models = replace(pooled, tensor_parallel_size=1), sources(tmp_path, LLAMA_8B, LLAMA_1B)
     with pytest.raises(ConfigError, match="on L4"):
         check_placed(small, group, *models)
+    with pytest.raises(ConfigError, match="on L4"):
+        check_placed(replace(small, draft_label_selector={"pool": "in(draft,other)"}), group, *models)
     check_placed(replace(small, draft_label_selector={}), group, *models)  # it may be on either
     assert caplog.records == []

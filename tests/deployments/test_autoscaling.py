@@ -13,7 +13,6 @@ from deployments.autoscaling import (
     QueueDepthPolicy,
     UtilisationPolicy,
     autoscaling_config,
-    pool_autoscaling_config,
 )
 from deployments.config import Autoscaling, PoolSize
 
@@ -119,8 +118,8 @@ def test_draft_workers_settle_under_a_steady_load(load: float) -> None:
 
 
 def test_a_pool_of_a_fixed_size_does_not_scale() -> None:
-    assert pool_autoscaling_config(PoolSize(replicas=2)) is None
-    config = pool_autoscaling_config(PoolSize(replicas=1, max_replicas=3))
+    assert autoscaling_config(PoolSize(replicas=2)) is None
+    config = autoscaling_config(PoolSize(replicas=1, max_replicas=3))
     assert config is not None
     assert (config.min_replicas, config.max_replicas) == (1, 3)
     assert config.policy.get_policy() is UtilisationPolicy

@@ -219,6 +219,7 @@ def test_a_draft_worker_of_a_pool_reads_what_the_draft_is_made_from_and_no_more(
         "draft_pool": {},
         "run_ahead": "on",
         "label_selector": {"target": {"pool": "big"}, "draft": {"pool": "small"}},
+        "hang_timeout_s": 3.0,
         "start_timeout_s": 4.0,
         "log_format": "json",
     }
@@ -226,7 +227,8 @@ def test_a_draft_worker_of_a_pool_reads_what_the_draft_is_made_from_and_no_more(
     pool = pool_config(group)
     assert (pool.target.path, pool.target.revision) == ("org/big", "one")
     assert (pool.draft, pool.engine, pool.run_ahead, pool.draft_pool) == (group.draft, group.engine, "on", True)
-    assert (pool.draft_label_selector, pool.start_timeout_s, pool.log_format) == ({"pool": "small"}, 4.0, "json")
-    unread = {"target_quantization": "int8", "tensor_parallel_size": 4, "round_timeout_s": 9.0, "hang_timeout_s": 9.0}
+    assert (pool.draft_label_selector, pool.log_format) == ({"pool": "small"}, "json")
+    assert (pool.hang_timeout_s, pool.start_timeout_s) == (3.0, 4.0)
+    unread = {"target_quantization": "int8", "tensor_parallel_size": 4, "round_timeout_s": 9.0}
     labels = {"label_selector": {"draft": {"pool": "small"}}}
     assert pool_config(group_config(AppConfig.model_validate(settings | unread | labels))) == pool

@@ -23,14 +23,18 @@ from engine.sampling.noise import Draws
 def advance_together(drafters: Sequence[PassesAhead], max_rows: int) -> None:
     """Launch the next pass of the first drafter, and with it those of others, up to so many rows.
 
-    Nothing may be under way on the device, and the drafters' caches must be settled.
+    A pass that a drafter launches by itself is not shared. Nothing may be under way on the device, and the drafters'
+    caches must be settled.
     """
     clock = drafters[0].clock
     started, num_prepared = clock(), PREPARATION.counts.total()
     with torch.inference_mode():
         sharing: list[tuple[PassesAhead, Pass]] = []
         for drafter in drafters:
+            num_forwards = drafter.stats.num_forwards
             wanted = drafter.wanted()
+            if drafter.stats.num_forwards > num_forwards:
+                return
             if wanted is not None and _fits(wanted, [one for _, one in sharing], max_rows):
                 sharing.append((drafter, wanted))
         if sharing:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cluster import speed_up
 from engine.errors import ConfigError
 from engine.execution.roofline import HARDWARE, Model, Placed, Work, decoding
+from engine.protocols import Overlap
 
 __all__ = ["HARDWARE", "MODELS", "PacedDevice", "Pair", "Work", "decoding"]
 
@@ -59,6 +60,16 @@ class Pair(speed_up.Pair):
         """
         target, _, draft = name.partition("+")
         return cls(PacedDevice.of(target), PacedDevice.of(draft or target), name)
+
+    def overlapped_s(self, num_rows: int, k: int, overlap: Overlap, hit_rate: float, together: float = 1.0) -> float:
+        """Return the time in which each row advances by one round.
+
+        Two cohorts that alternate both advance within `2 max(t_v, t_d)`, each with half of the rows.
+        """
+        if overlap == "alternate":
+            half = (num_rows + 1) // 2
+            return 2 * max(self.target_s(half, k), self.draft_s(half * together, k))
+        return self.round_s(num_rows, k, hit_rate=hit_rate * (overlap == "ahead"), together=together)
 
     def bound(self, num_rows: float, k: int, context: float) -> float:
         """Return how much faster rounds are whose drafts take no time: `1 + k * t_draft / t_verify`."""

@@ -15,14 +15,17 @@ class Service:
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.stats, self.fallbacks = SpeculationStats(), Counter[str]()
-        self.rounds = [0.0, 0.0, 0.0]
+        self.rounds = [0.0, 0.0, 0.0, 0.0]
         self.health = DraftHealth(self.stats, self.fallbacks, lambda: self.now_s)
 
     def serve(
         self, seconds: int, *, length: int = 4, accepted: int = 2, reason: str = "goodput", wait: float = 0.1,
-        lost: str | None = None, proposes: bool = True, each: int = 10,
+        lost: str | None = None, proposes: bool = True, each: int = 10, busy: float = 0.4,
     ) -> None:  # fmt: skip
-        """Run `each` rounds of one row a second, which wait for their drafts for a share of their time."""
+        """Run `each` rounds of one row a second.
+
+        They wait for their drafts for a share of their time, and for a share of it the target is busy.
+        """
         for _ in range(seconds):
             self.now_s += 1
             stats, used = self.stats, 0 if lost or not proposes else length
@@ -32,9 +35,8 @@ class Service:
             stats.num_generation_tokens += each * (1 + (accepted if used else 0))
             if lost:
                 self.fallbacks[lost] += each
-            self.rounds = [
-                count + by for count, by in zip(self.rounds, (each, 0.05 * each, 0.05 * each * wait), strict=True)
-            ]
+            grown = (each, *(0.05 * each * share for share in (1.0, wait, busy)))
+            self.rounds = [count + by for count, by in zip(self.rounds, grown, strict=True)]
             self.health.observe(*self.rounds)
 
     @property
@@ -98,7 +100,7 @@ def test_adaptive_rounds_without_drafts_mean_that_these_cost_more_than_they_brin
         service.serve(8, length=0)
         service.serve(2, reason="trial")
     assert service.problems == {"costs_more"}
-    assert "at this load: adaptive speculation measured that drafts do not pay" in caplog.text
+    assert "at this load: adaptive speculation measured that they do not pay" in caplog.text
     service.serve(70, length=0)
     assert service.problems == {"costs_more", "unused"}
 
@@ -120,3 +122,25 @@ def test_counters_are_read_every_few_seconds(service: Service) -> None:
 def test_waiting_less_than_accepted_tokens_save_is_no_loss(service: Service) -> None:
     service.serve(70, reason="fixed", accepted=1, wait=0.45)
     assert service.problems == set()
+
+
+@pytest.mark.parametrize(("busy", "problems"), [(0.9, set()), (0.45, {"costs_more"})])
+def test_waiting_while_the_target_computes_for_the_other_cohort_is_no_loss(
+    service: Service, busy: float, problems: set[str]
+) -> None:
+    service.serve(70, accepted=1, wait=0.95, busy=busy)
+    assert service.problems == problems
+
+
+def test_rounds_without_a_draft_are_counted_within_the_window(service: Service) -> None:
+    service.serve(300, length=0)
+    service.serve(70)
+    assert service.problems == set()
+
+
+def test_more_rounds_without_an_answer_than_without_a_plan_name_the_worker(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.serve(30, length=0)
+    service.serve(40, lost="absent")
+    assert "its worker did not answer (absent)" in caplog.text

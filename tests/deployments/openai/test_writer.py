@@ -72,9 +72,10 @@ async def test_a_prediction_is_tokenized_sent_and_counted(
     assert routers.last is not None
     assert routers.last.sequences()[1].predicted_token_ids == tokenizer.encode(text[:30] + "éé")
     assert [choice["text"] for choice in body["choices"]] == [text] * 2
-    # The round that computes the prompt has no draft; then 16 tokens are copied, and the target's own follows them.
-    details = {"accepted_prediction_tokens": 2 * 28, "rejected_prediction_tokens": 2 * 4}
-    assert body["usage"]["completion_tokens_details"] == details
+    # The round that computes the prompt has no draft; after each copy, of 16 tokens at most, the target's own follows.
+    details = body["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] in {2 * accepted for accepted in range(25, 29)}
+    assert details["rejected_prediction_tokens"] == 2 * 4
     for chat in ("", text):
         request = {"messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": chat}}
         response = await client.post("/v1/chat/completions", json={**request, "max_tokens": 4})

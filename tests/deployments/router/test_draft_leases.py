@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from cluster.leases import Lease
 from cluster.transport import Endpoint
-from deployments.router.draft_leases import Offer, ServeLeases
+from deployments.router.pooled_drafts import Offer, ServeLeases
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import TargetError
 

@@ -148,6 +148,8 @@ def test_the_engine_copies_at_full_length_while_no_chain_pays_and_learns_nothing
     assert tokens == [*range(40), *range(40)]
     assert engine.stats.num_accepted_tokens_per_pos[15] >= 3
     assert set(learned) == {True}
+    rounds = engine.stats.num_rounds_by_length
+    assert sum(count for (length, _), count in rounds.items() if length) >= 5, "rounds of copies have drafts"
 
 
 @pytest.mark.parametrize("model", [TARGET, UNLIKE])

@@ -1,9 +1,12 @@
-"""Drafts: one worker of the draft pool as a Serve replica, which Routers lease."""
+"""The draft pool: Drafts, one worker as a Serve replica, and ServeLeases, by which a Router leases one."""
 
 import asyncio
 import os
 import random
 import signal
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +18,6 @@ from cluster.workers.pool_worker import PoolWorker
 from deployments.observe.logs import in_background, limited_start, set_log_format
 from deployments.observe.metrics import ReplicaMetrics
 from deployments.ray_internals import bind_replica
-from deployments.router.draft_leases import Offer
 from deployments.routing.client import ask_all
 from deployments.wire import ANSWER_S, UTILISATION
 from engine.config import ModelConfig
@@ -23,6 +25,15 @@ from engine.errors import TargetError
 
 BALANCE_PERIOD_S = 30.0
 """How often, on average, a worker compares its leases with those of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a worker of the pool says of itself: its id, its leases, and the share of time in which it drafts."""
+
+    worker: str
+    num_leases: int
+    utilisation: float
 
 
 class Drafts:
@@ -95,3 +106,31 @@ class Drafts:
 
     def __del__(self) -> None:
         self._worker.close()
+
+
+class ServeLeases:
+    """The draft pool, as a Router sees it.
+
+    Serve would choose a replica by its queue, but calls here are short and a lease is long: so every replica is asked,
+    and the one with the fewest leases is taken.
+    """
+
+    def __init__(self, drafts: Any, target: ModelConfig) -> None:
+        """Take the handle of the pool's deployment, and the target that is drafted for, as the pool knows it."""
+        self._drafts, self._target = drafts, target
+
+    async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
+        """Lease the worker with the fewest leases; see `cluster.leases.Leases`."""
+        offers = [offer for offer in await ask_all(self._drafts, "offer") if isinstance(offer, Offer)]
+        reasons = ["no draft worker of the pool answers"]
+        for offer in sorted(offers, key=lambda one: (one.worker in avoid, one.num_leases, one.utilisation)):
+            answers = await ask_all(self._drafts, "lease", offer.worker, self._target, identity, num_rows)
+            for answer in answers:
+                if isinstance(answer, Lease):
+                    return answer
+            reasons += [str(answer) for answer in answers if answer is not None]
+        raise TargetError(reasons[-1])
+
+    async def kill(self, lease: Lease | None) -> bool:
+        """Kill the worker of a lease; return whether there is one."""
+        return lease is not None and True in await ask_all(self._drafts, "kill", lease.worker)

@@ -11,9 +11,8 @@ import pytest
 
 from cluster.leases import Lease
 from cluster.transport import Endpoint
-from deployments.router import draft_replica
-from deployments.router.draft_leases import Offer
-from deployments.router.draft_replica import Drafts
+from deployments.router import pooled_drafts
+from deployments.router.pooled_drafts import Drafts, Offer
 from deployments.wire import UTILISATION
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import TargetError
@@ -92,7 +91,7 @@ async def test_a_kill_ends_the_worker_that_is_named_once_the_answer_has_left(
     drafts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(draft_replica, "ANSWER_S", 0.0)
+    monkeypatch.setattr(pooled_drafts, "ANSWER_S", 0.0)
     monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))
     assert await drafts.kill("a")
     assert not killed
@@ -125,8 +124,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             await asyncio.Event().wait()
         return rounds.pop(0)
 
-    monkeypatch.setattr(draft_replica, "BALANCE_PERIOD_S", 0.0)
-    monkeypatch.setattr(draft_replica, "ask_all", ask_all)
+    monkeypatch.setattr(pooled_drafts, "BALANCE_PERIOD_S", 0.0)
+    monkeypatch.setattr(pooled_drafts, "ask_all", ask_all)
     return rounds
 
 

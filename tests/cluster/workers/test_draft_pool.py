@@ -346,12 +346,16 @@ def test_running_ahead_prepares_the_drafts_of_every_group():
 def test_the_group_whose_next_proposal_is_due_first_runs_ahead_first():
     pool = Pool(run_ahead=True, num_groups=2)
     order = []
+
+    def launch(version):
+        order.append(version)
+        yield None
+
     for version, due in ((1, 90.0), (2, 50.0)):
         ahead = pool.pool._leases[version].ahead
         ahead._pace._gap_s = due
-        ahead._pace._answered = ahead._clock()
-        ahead._work = iter([None])
-        ahead.advance = lambda version=version, ahead=ahead: (order.append(version), ahead.stop())
+        ahead._pace._answered = ahead.clock()
+        ahead._work = launch(version)
     pool.run()
     assert order == [2, 1]
 

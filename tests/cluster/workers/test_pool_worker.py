@@ -184,7 +184,7 @@ async def test_a_pass_that_hangs_is_noticed(worker, monkeypatch):
         worker.check()
     may_go_on.set()
     assert (await call).drafts
-    worker.check()
+    await wait_for(lambda: not is_hanging(worker))
     link.close()
 
 

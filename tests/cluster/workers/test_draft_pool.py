@@ -204,7 +204,8 @@ TARGET_S = 20
 def quiet_round_s(*, is_noisy: bool, run_ahead: bool, num_rounds: int = 100) -> float:
     """The mean time of a round of a group with one row; time is counted in passes of the draft.
 
-    A noisy group has 8 rows; in each of its rounds two are new prompts of two chunks, and its target takes 1.5 times as long.
+    A noisy group has 8 rows; in each of its rounds two are new prompts of two chunks, and its target takes 1.5 times as
+    long.
     """
     chance = random.Random(2)
     pool = Pool(run_ahead=run_ahead, num_groups=2, max_num_seqs=16, max_num_batched_tokens=32, num_blocks=4000)

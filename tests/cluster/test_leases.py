@@ -231,5 +231,4 @@ async def test_four_groups_write_their_texts_whatever_happens_to_their_draft_wor
     assert [name for _, name in pool.taken] == ["first"] * NUM_GROUPS + ["second"] * others
     waits = int(fault in (slow_down, hang))
     assert [(one["timeout"], one["failure"], one["malformed"]) for one in fallbacks] == [(waits, 0, 0)] * NUM_GROUPS
-    if run_ahead == "on" and fault is nothing:
-        assert sum(group.drafter.run_ahead.hits for group in groups) > 10  # the fewer, the busier its cores are
+    # With "on", four targets as fast as these leave the worker no time to prepare anything; see test_draft_pool.

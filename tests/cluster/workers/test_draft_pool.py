@@ -204,7 +204,8 @@ TARGET_S = 20
 def quiet_round_s(*, is_noisy: bool, run_ahead: bool, num_rounds: int = 100) -> float:
     """The mean time of a round of a group with one row; time is counted in passes of the draft.
 
-    A noisy group has 8 rows more, and in each of its rounds new prompts of four chunks, so its target takes longer.
+    A noisy group has 8 rows; in each of its rounds two are new prompts of two chunks, and its target takes 1.5 times as
+    long.
     """
     chance = random.Random(2)
     pool = Pool(run_ahead=run_ahead, num_groups=2, max_num_seqs=16, max_num_batched_tokens=32, num_blocks=4000)
@@ -237,6 +238,10 @@ def quiet_round_s(*, is_noisy: bool, run_ahead: bool, num_rounds: int = 100) -> 
 
 
 def test_a_noisy_group_costs_another_less_than_three_percent():
+    """The one scenario of `quiet_round_s`: 8 rows and two new prompts of 64 tokens a round, beside one row.
+
+    Nobody runs ahead: the quiet group's rounds take 1.018 times as long. If both ran ahead, it would be 1.033.
+    """
     alone, beside = (quiet_round_s(is_noisy=is_noisy, run_ahead=False) for is_noisy in (False, True))
     assert alone >= TARGET_S
     assert beside < 1.03 * alone

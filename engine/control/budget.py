@@ -17,57 +17,34 @@ _LEAST = 0.04
 
 
 class Budget(NamedTuple):
-    """The tokens per second of a round, its tokens, its draft tokens, and the least survival of these."""
+    """The tokens per second of a round, its tokens, and which of the draft tokens it has, as indices."""
 
     rate: float
     num_tokens: float
-    num_slots: int
-    least: float
+    chosen: list[int]
 
 
-def best_budget(num_tokens: float, survivals: list[float], seconds: Sequence[float]) -> Budget:
-    """Return the budget with the most tokens per second; survivals are sorted and cut in place.
+def best_budget(num_tokens: float, survivals: Sequence[float], seconds: Sequence[float]) -> Budget:
+    """Return the budget with the most tokens per second; of equal draft tokens, it takes the first.
 
     Args:
         num_tokens: what the round commits without draft tokens.
-        seconds: [n + 1] what it takes with 0 to n of them, if there are n survivals.
+        survivals: [n], of the draft tokens that it may have.
+        seconds: [n + 1] what it takes with 0 to n of them.
     """
-    survivals.sort(reverse=True)
-    del survivals[bisect_left(survivals, -_LEAST, key=neg) :]
-    tokens = list(accumulate(survivals, initial=num_tokens))
+    order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
+    gains = [survivals[i] for i in order]
+    tokens = list(accumulate(gains[: bisect_left(gains, -_LEAST, key=neg)], initial=num_tokens))
     rates = list(map(truediv, tokens, seconds))
     rate = max(rates)
     count = rates.index(rate)
-    return Budget(rate, tokens[count], count, survivals[count - 1] if count else 2.0)
+    return Budget(rate, tokens[count], order[:count])
 
 
-def lengths_within(budget: Budget, survivals: Sequence[Sequence[float]]) -> list[int]:
-    """Return how many tokens each draft has of a budget, given their survivals, which never rise within a draft."""
-    lengths = [bisect_left(row, -budget.least, key=neg) for row in survivals]
-    num_left = budget.num_slots - sum(lengths)
-    for i, row in enumerate(survivals):
-        while num_left > 0 and lengths[i] < len(row) and row[lengths[i]] == budget.least:
-            lengths[i] += 1
-            num_left -= 1
-    return lengths
-
-
-def cut_drafts(budget: Budget, drafts: Sequence[Draft], survivals: Sequence[Sequence[float]]) -> list[Draft]:
-    """Return drafts with only the nodes of a budget, given all nodes' survivals, which are at most their parents'."""
-    num_left = budget.num_slots - sum(gain > budget.least for row in survivals for gain in row)
-    cut = []
-    for draft, row in zip(drafts, survivals, strict=True):
-        kept = []
-        for node, gain in enumerate(row):
-            if gain > budget.least or (gain == budget.least and num_left > 0):
-                num_left -= gain == budget.least
-                kept.append(node)
-        cut.append(draft if len(kept) == len(row) else _part(draft, kept))
-    return cut
-
-
-def _part(draft: Draft, nodes: list[int]) -> Draft:
-    """Return the draft with only these nodes, in their order; each one's parent is among them."""
+def part_of(draft: Draft, nodes: list[int]) -> Draft:
+    """Return a draft with only these nodes, in their order; each one's parent is among them."""
+    if len(nodes) == len(draft.token_ids):
+        return draft
     places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
     return Draft(
         [draft.token_ids[node] for node in nodes],

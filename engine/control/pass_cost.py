@@ -83,10 +83,9 @@ class PassCost:
 
     def relative(self, num_tokens: int) -> float:
         """Return the cost of a pass over so many tokens, over that of the first one seen."""
-        cost = self._known.get(num_tokens)
-        if cost is None:
-            cost = self._known[num_tokens] = self._between(num_tokens)
-        return cost
+        if num_tokens not in self._known:
+            self._known[num_tokens] = self._between(num_tokens)
+        return self._known[num_tokens]
 
     def seconds(self, num_tokens: int, num_more: int = 0) -> list[float]:
         """Return what passes over `num_tokens` and up to `num_more` tokens more take now, [num_more + 1]."""

@@ -7,14 +7,14 @@ takes part in trials, and while others have drafts, it gets a single token now a
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from engine.config import EngineConfig
-from engine.control.budget import Budget, best_budget, cut_drafts, lengths_within
+from engine.control.budget import Budget, best_budget, part_of
 from engine.control.overlap import OverlapChoice
 from engine.control.round_cost import RoundCost
 from engine.control.survival import History, Prior, Survival
@@ -36,9 +36,13 @@ Reason = Literal["fixed", "off", "goodput", "trial", "request"]
 _LENGTHS = (*range(9), 10, 12, 16, 24, 32, 48, 64)
 _LONGEST_PAUSE = 256
 """Rounds between two single tokens of a request whose drafts do not pay; at first 2, then twice the last."""
+_RETURNS = 0.1
+"""The first token of such a request gets drafts again once it is likelier than this."""
 _REMEMBERED_ROUNDS = 512
 _THOROUGH_EVERY = 8
 """Rounds between two that look at all lengths, and not only at those next to the last one."""
+_HELD_ROUNDS = 4
+"""A plan holds for so many rounds of the same requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +89,6 @@ class Plan:
         return _limit(request, self.copies.get(name, self.lengths.get(name, self.num_draft_tokens)))
 
 
-class _Row(NamedTuple):
-    """A request whose draft's length is chosen, and the survival of its tokens, up to the longest that it may have."""
-
-    name: str
-    history: History
-    survival: list[float]
-    is_copy: bool
-
-    def part(self, depth: int) -> list[float]:
-        """Return the survival of the tokens up to a depth; a copy takes no time to draft, so it is whole at any."""
-        return self.survival if self.is_copy else self.survival[:depth]
-
-
 class Planner:
     """Plans each round before its batch, cuts its drafts, and learns from it.
 
@@ -119,7 +110,8 @@ class Planner:
         self._overlaps = OverlapChoice(remote, self.costs) if remote is not None and self.max_draft_tokens else None
         self._trials = Trials()
         self._mean_survival: Sequence[float] = prior.gains
-        self._num_rounds = self._num_prompt_tokens = 0
+        self._num_rounds = self._num_prompt_tokens = self._thorough_due = 0
+        self._held: dict[Hashable, tuple[int, Plan]] = {}
         self._is_steady = False
         """Whether the last round had drafts and no prompts, so that the drafter has nothing to catch up with."""
 
@@ -134,14 +126,14 @@ class Planner:
 
     def plan(self, decoding: Sequence[Request], *, has_prompts: bool) -> Plan:
         """Plan the next round, given the requests that can get drafts and whether it will compute prompts, too."""
-        self._num_rounds += 1
+        self._num_rounds = self._trials.num_rounds = self._num_rounds + 1
         if self._num_rounds % _REMEMBERED_ROUNDS == 0:
             self.survival.forget(self._num_rounds - _REMEMBERED_ROUNDS)
         free = [request for request in decoding if not request.params.fixes_draft_length]
         copies: Mapping[str, int] = {}
-        if self._copier is not None:
-            copying = [ProposeRow(request, _limit(request, self.max_draft_tokens)) for request in free]
-            copies = self._copier.plan_copies(copying, {row.request.request_id: self._expected(row) for row in copying})
+        if self._copier is not None and free:
+            rows = [ProposeRow(request, _limit(request, self.max_draft_tokens)) for request in free]
+            copies = self._copier.plan_copies(rows, {row.request.request_id: self._expected(row) for row in rows})
         overlap = self._remote.overlap if self._remote is not None else "none"
         if decoding and not free:
             length = max(_limit(request, self.max_draft_tokens) for request in decoding)
@@ -149,40 +141,47 @@ class Planner:
         if not self._is_adaptive or not free:
             reason: Reason = "goodput" if self._is_adaptive else "fixed" if self.max_draft_tokens else "off"
             return Plan(self.num_draft_tokens, reason, copies, overlap=overlap)
-        rows = [self._row(request, copies.get(request.request_id)) for request in free]
-        if self._num_rounds % _THOROUGH_EVERY == 1:
-            self._mean_survival = _mean([row.survival for row in rows], self.max_draft_tokens)
+        key = overlap, has_prompts, tuple(request.request_id for request in decoding)
+        planned, plan = self._held.get(key, (-_HELD_ROUNDS, Plan(0)))
+        if not copies and self._num_rounds < planned + _HELD_ROUNDS:
+            return plan
         num_tokens = len(decoding) + sum(_limit(r, 0) for r in decoding if r.params.fixes_draft_length)
-        plan = self._choose(rows, num_tokens, len(decoding), overlap, has_prompts=has_prompts)
+        num_tokens += self._num_prompt_tokens if has_prompts else 0
+        plan = self._choose(free, copies, num_tokens, len(decoding), overlap, has_prompts=has_prompts)
         self.num_draft_tokens = plan.num_draft_tokens
+        if len(self._held) > 1:
+            self._held.clear()
+        if plan.reason == "goodput" and not plan.tried and not copies:
+            self._held[key] = self._num_rounds, plan
         return plan
 
     def trim(self, plan: Plan, batch: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> list[Draft]:
         """Return the drafts of a batch without the nodes that are not worth their place in the pass.
 
-        A draft that carries the distributions it was sampled from is never cut: the rules that need them assume that
-        its length does not depend on what was drawn.
+        Drafts without confidences are as long as they were planned. One that carries the distributions it was sampled
+        from is never cut: the rules that need them assume that its length does not depend on what was drawn.
         """
-        cut, places, survivals, num_tokens = list(drafts), [], [], 0
+        cut, places, num_tokens = list(drafts), [], 0
         for i, (row, draft) in enumerate(zip(batch, drafts, strict=True)):
-            num_tokens += row.length + draft.num_deferred
+            num_tokens += row.length + draft.num_deferred + len(draft.token_ids)
             is_free = not row.request.params.fixes_draft_length and row.request.request_id not in plan.tried
-            if draft.token_ids and draft.top_ids is None and is_free:
+            if draft.confidences and draft.top_ids is None and is_free:
                 places.append(i)
-                survivals.append(self.survival.after(self._history(plan, row, draft), draft))
-            else:
-                num_tokens += len(draft.token_ids)
         if not self._is_adaptive or not places:
             return cut
-        slots = list(chain.from_iterable(survivals))
-        passes = self.costs.passes.seconds(num_tokens, len(slots))
-        seconds = self.costs.seconds(plan.overlap, len(batch), plan.num_draft_tokens, passes)
+        slots: list[float] = []
+        ends = [0]
+        for i in places:
+            slots += self.survival.after(self._history(plan, batch[i], drafts[i]), drafts[i])
+            ends.append(len(slots))
+        passes = self.costs.passes.seconds(num_tokens - len(slots), len(slots))
         num_ending = sum(row.start + row.length == len(row.request.token_ids) for row in batch)
-        budget = best_budget(num_ending, slots, seconds)
-        if budget.num_slots < sum(map(len, survivals)):
-            shorter = cut_drafts(budget, [drafts[i] for i in places], survivals)
-            for i, draft in zip(places, shorter, strict=True):
-                cut[i] = draft
+        seconds = self.costs.seconds(plan.overlap, len(batch), plan.num_draft_tokens, passes)
+        chosen = best_budget(num_ending, slots, seconds).chosen
+        if len(chosen) < len(slots):
+            kept = set(chosen)
+            for i, start, end in zip(places, ends, ends[1:], strict=False):
+                cut[i] = part_of(drafts[i], [node - start for node in range(start, end) if node in kept])
         return cut
 
     def observe(
@@ -194,7 +193,8 @@ class Planner:
             num_tokens += row.length + len(verdict.draft.token_ids)
             num_prompt_tokens += row.length - 1
             if row.num_draft_tokens:
-                self.survival.observe(self._history(plan, row, verdict.draft), verdict.draft, verdict.path)
+                history = self._history(plan, row, verdict.draft)
+                self.survival.observe(history, verdict.draft, verdict.path)
                 if row.request.request_id not in plan.copies:
                     depth = max(depth, row.num_draft_tokens)
         self._trials.clock += seconds.total_s
@@ -215,68 +215,95 @@ class Planner:
                 verify_s=seconds.verify_s,
             )
 
+    def _history(self, plan: Plan, row: ScheduledRow, draft: Draft) -> History:
+        is_copy = draft.is_predicted or row.request.request_id in plan.copies
+        return self.survival.history(row.request, self._num_rounds, is_copy=is_copy)
+
     def _expected(self, row: ProposeRow) -> float:
         """Return how many tokens of a draft that is no copy are expected to be accepted, of the length chosen last."""
         history = self.survival.history(row.request, self._num_rounds)
         return sum(self.survival.before(history, min(row.num_draft_tokens, self.num_draft_tokens)))
 
-    def _history(self, plan: Plan, row: ScheduledRow, draft: Draft) -> History:
-        is_copy = draft.is_predicted or row.request.request_id in plan.copies
-        return self.survival.history(row.request, self._num_rounds, is_copy=is_copy)
-
-    def _row(self, request: Request, copied: int | None) -> _Row:
-        """Return the row of a request, which copies so many tokens or, if None, gets another draft."""
-        history = self.survival.history(request, self._num_rounds, is_copy=copied is not None)
-        length = _limit(request, self.max_draft_tokens) if copied is None else copied
-        return _Row(request.request_id, history, self.survival.before(history, length), copied is not None)
-
     def _choose(
-        self, rows: Sequence[_Row], num_tokens: int, num_decoding: int, overlap: Overlap, *, has_prompts: bool
+        self,
+        free: Sequence[Request],
+        copies: Mapping[str, int],
+        num_tokens: int,
+        num_decoding: int,
+        overlap: Overlap,
+        *,
+        has_prompts: bool,
     ) -> Plan:
-        """Choose the lengths of some rows; the pass has `num_tokens` without their drafts and without prompts."""
-        longest = max((len(row.survival) for row in rows if not row.is_copy), default=0)
+        """Choose the lengths of some requests' drafts; the pass has `num_tokens` without them."""
+        names = [request.request_id for request in free]
+        histories = [self.survival.history(r, self._num_rounds, is_copy=r.request_id in copies) for r in free]
+        most = [copies.get(r.request_id, _limit(r, self.max_draft_tokens)) for r in free]
+        longest = max((limit for name, limit in zip(names, most, strict=True) if name not in copies), default=0)
         ladder = sorted({k for k in _LENGTHS if k < longest} | {longest})
-        num_tokens += self._num_prompt_tokens if has_prompts else 0
-        passes = self.costs.passes.seconds(num_tokens, sum(len(row.survival) for row in rows))
+        is_thorough = self._num_rounds >= self._thorough_due or self._depth > longest
+        near = bisect_right(ladder, self._depth)
+        depths = ladder if is_thorough else sorted({0, *ladder[max(0, near - 2) : near + 1]})
+        survivals = [
+            self.survival.before(history, limit if history.is_copy else min(limit, depths[-1]))
+            for history, limit in zip(histories, most, strict=True)
+        ]
+        survivals = [
+            row if history.pause == 1 or (row and row[0] > _RETURNS) else []
+            for history, row in zip(histories, survivals, strict=True)
+        ]
+        if is_thorough:
+            self._thorough_due = self._num_rounds + _THOROUGH_EVERY
+            self._mean_survival = _mean(survivals, self.max_draft_tokens)
+        passes = self.costs.passes.seconds(num_tokens, sum(map(len, survivals)))
+
+        def parts(depth: int) -> list[list[float]]:
+            """Return the survival of tokens up to a depth; a copy takes no time to draft, so it is whole at any."""
+            return [row if history.is_copy else row[:depth] for history, row in zip(histories, survivals, strict=True)]
 
         def budget_of(depth: int) -> Budget:
-            survivals = list(chain.from_iterable(row.part(depth) for row in rows))
-            return best_budget(num_decoding, survivals, self.costs.seconds(overlap, num_decoding, depth, passes))
+            seconds = self.costs.seconds(overlap, num_decoding, depth, passes)
+            return best_budget(num_decoding, list(chain.from_iterable(parts(depth))), seconds)
+
+        depth, budget = max(((depth, budget_of(depth)) for depth in depths), key=lambda each: each[1].rate)
+        owners = [i for i, row in enumerate(parts(depth)) for _ in row]
+        lengths = [0] * len(free)
+        for slot in budget.chosen:
+            lengths[owners[slot]] += 1
+        self._depth = length = max((k for k, h in zip(lengths, histories, strict=True) if not h.is_copy), default=0)
+
+        def tries(length: int) -> list[int]:
+            """Return what rows get in a trial: those that have no drafts now have none, unless none has."""
+            return [
+                limit if history.is_copy else min(limit, length) if own or not self._depth else 0
+                for history, limit, own in zip(histories, most, lengths, strict=True)
+            ]
 
         def promise(length: int) -> tuple[float, float]:
-            parts = [row.part(length) for row in rows]
-            num_slots = sum(map(len, parts))
-            (seconds,) = self.costs.seconds(overlap, num_decoding, length, passes[num_slots : num_slots + 1])
-            return num_decoding + sum(map(sum, parts)), seconds
+            tried = tries(length)
+            tokens = sum(sum(self.survival.before(h, k)) for h, k in zip(histories, tried, strict=True))
+            pass_s = self.costs.passes.seconds(num_tokens + sum(tried))
+            (seconds,) = self.costs.seconds(overlap, num_decoding, length, pass_s)
+            return num_decoding + tokens, seconds
 
-        near = bisect_right(ladder, self._depth) - 1
-        is_thorough = self._num_rounds % _THOROUGH_EVERY == 1 or self._depth > longest
-        depths = ladder if is_thorough else sorted({0, *ladder[max(0, near - 1) : near + 2]})
-        depth, budget = max(((depth, budget_of(depth)) for depth in depths), key=lambda each: each[1].rate)
-        lengths = lengths_within(budget, [row.part(depth) for row in rows])
-        length = max((length for row, length in zip(rows, lengths, strict=True) if not row.is_copy), default=0)
-        self._depth = length
         load, tried = (overlap, (num_decoding - 1).bit_length()), set[str]()
         reason: Reason = "goodput"
         trial = None if has_prompts else self._trials.choose(load, ladder, length, budget, promise)
         if trial is not None:
-            length, reason, lengths = trial, "trial", [len(row.part(trial)) for row in rows]
-            tried.update(row.name for row in rows if not row.is_copy)
-        for i, row in enumerate(rows):
+            length, reason, lengths = trial, "trial", tries(trial)
+            tried.update(name for name in names if name not in copies)
+        for i, history in enumerate(histories):
             if lengths[i]:
-                row.history.pause = row.history.pause if trial else 1
+                history.pause = history.pause if lengths[i] == 1 else 1
                 continue
-            if not length:
-                row.history.before.fade()
-            elif row.survival and row.history.due <= self._num_rounds:
-                row.history.pause = min(2 * row.history.pause, _LONGEST_PAUSE)
-                row.history.due = self._num_rounds + row.history.pause
+            history.before.fade()
+            if length and most[i] and history.due <= self._num_rounds:
+                history.pause = min(2 * history.pause, _LONGEST_PAUSE)
+                history.due = self._num_rounds + history.pause
                 lengths[i] = 1
-                tried.add(row.name)
-        by_name = [(row.name, length, row.is_copy) for row, length in zip(rows, lengths, strict=True)]
-        copies = {name: length for name, length, is_copy in by_name if is_copy}
-        others = {name: length for name, length, is_copy in by_name if not is_copy}
-        return Plan(length, reason, copies, others, tried, overlap, budget.num_tokens)
+                tried.add(names[i])
+        by_name = dict(zip(names, lengths, strict=True))
+        copied = {name: by_name.pop(name) for name in copies}
+        return Plan(length, reason, copied, by_name, tried, overlap, budget.num_tokens)
 
 
 def _mean(rows: Sequence[Sequence[float]], longest: int) -> list[float]:

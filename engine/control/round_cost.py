@@ -6,7 +6,7 @@ ahead, the wait D is short where it foresaw the verdicts. If two cohorts alterna
 `max(V, D)`, both of half the rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -55,12 +55,12 @@ class _Rest:
 
 
 class RoundCost:
-    """Learns from `observe`; `seconds` predicts."""
+    """Learns from `observe`; `seconds` predicts. Times are kept relative to the scale of a pass."""
 
     def __init__(self) -> None:
         self.passes = PassCost()
-        self._waits: dict[tuple[bool, int], _Wait] = {}
-        self._rests: dict[tuple[Overlap, int], _Rest] = {}
+        self._waits: tuple[dict[int, _Wait], dict[int, _Wait]] = {}, {}
+        self._rests: dict[Overlap, dict[int, _Rest]] = {}
 
     def observe(
         self, overlap: Overlap, num_rows: int, depth: int, *, total_s: float, draft_s: float, verify_s: float
@@ -68,55 +68,42 @@ class RoundCost:
         """Record a round that computed no prompt; `depth` is 0 if it made no drafts, or if their time tells nothing."""
         size, scale = _size(num_rows), self.passes.scale
         if depth:
-            key = overlap == "ahead", size
-            if key not in self._waits:
-                near = _nearest(((size, wait) for (ahead, size), wait in self._waits.items() if ahead == key[0]), size)
-                self._waits[key] = _Wait(near.fixed, near.step, min(4, near.num_observed)) if near else _Wait()
-            self._waits[key].observe(depth, draft_s / scale)
-        rest = self._rests.setdefault((overlap, size), _Rest())
+            waits = self._waits[overlap == "ahead"]
+            if size not in waits:
+                near = _nearest(waits, size) or _Wait()
+                waits[size] = _Wait(near.fixed, near.step, min(4, near.num_observed))
+            waits[size].observe(depth, draft_s / scale)
+        rest = self._rests.setdefault(overlap, {}).setdefault(size, _Rest())
         rest.num_observed += 1
-        surprise = (total_s - _formula(overlap, draft_s, verify_s)) / scale - rest.seconds
-        most = total_s / scale
+        formula_s = max(draft_s, verify_s) if overlap == "alternate" else draft_s + verify_s
+        surprise, most = (total_s - formula_s) / scale - rest.seconds, total_s / scale
         rest.seconds += max(-most, min(most, surprise)) * max(1 / rest.num_observed, _GAIN)
 
     def wait_s(self, overlap: Overlap, num_rows: int, depth: int) -> float:
         """Return how long a round waits for drafts of a depth."""
-        if depth == 0:
-            return 0.0
-        size = _size(num_rows)
-        near = [
-            _nearest(((size, wait) for (ahead, size), wait in self._waits.items() if ahead == runs), size)
-            for runs in (False, True)
-        ]
-        scale, missed = self.passes.scale, 1 - _HIT * _HIT_BY_ROW ** (num_rows - 1)
-        alone, ahead = near
-        if overlap == "ahead":
-            return scale * (ahead.seconds(depth) if ahead else missed * alone.seconds(depth) if alone else 0.0)
-        return scale * (alone.seconds(depth) if alone else ahead.seconds(depth) / missed if ahead else 0.0)
+        alone, ahead = (_nearest(waits, _size(num_rows)) for waits in self._waits)
+        missed = 1 - _HIT * _HIT_BY_ROW ** (num_rows - 1)
+        wait, other, factor = (ahead, alone, missed) if overlap == "ahead" else (alone, ahead, 1 / missed)
+        if wait is None:
+            wait = other and _Wait(factor * other.fixed, factor * other.step)
+        return self.passes.scale * wait.seconds(depth) if wait and depth else 0.0
 
     def seconds(self, overlap: Overlap, num_rows: int, depth: int, passes: Sequence[float]) -> list[float]:
         """Return what rounds take whose passes take so long, given the depth of their drafts."""
-        wait_s = self.wait_s(overlap, num_rows, depth)
-        size = _size(num_rows)
+        wait_s, size = self.wait_s(overlap, num_rows, depth), _size(num_rows)
         # What a round takes besides is mostly the engine's own work, so unknown ones are like those of other overlaps.
-        rest = self._rests.get((overlap, size)) or _nearest(
-            ((size, rest) for (_, size), rest in self._rests.items()), size
-        )
-        rest_s = rest.seconds * self.passes.scale if rest else 0.0
+        rest = self._rests.get(overlap, {}).get(size)
+        rest = rest or next((near for rests in self._rests.values() if (near := _nearest(rests, size))), _Rest())
+        rest_s = rest.seconds * self.passes.scale
         if overlap == "alternate":
             return [rest_s + max(pass_s, wait_s) for pass_s in passes]
-        return [rest_s + wait_s + pass_s for pass_s in passes]
-
-
-def _formula(overlap: Overlap, draft_s: float, verify_s: float) -> float:
-    if overlap == "alternate":
-        return max(draft_s, verify_s)
-    return draft_s + verify_s
+        rest_s += wait_s
+        return [rest_s + pass_s for pass_s in passes]
 
 
 def _size(num_rows: int) -> int:
     return (num_rows - 1).bit_length()
 
 
-def _nearest(known: Iterable[tuple[int, T]], size: int) -> T | None:
-    return min(known, key=lambda entry: abs(entry[0] - size), default=(0, None))[1]
+def _nearest(known: Mapping[int, T], size: int) -> T | None:
+    return known[min(known, key=lambda other: abs(other - size))] if known else None

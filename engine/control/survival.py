@@ -137,6 +137,7 @@ class History:
 
     Attributes:
         places: its log-odds by place before drafting.
+        is_copy: whether its drafts are copies.
         before, after: its offsets before and after drafting.
         num_taught: how many of its draft tokens were decided.
         due, pause: the round in which it is tried again if no draft pays, and how many rounds the next wait takes.
@@ -146,6 +147,7 @@ class History:
 
     kind: _Kind
     places: list[float]
+    is_copy: bool = False
     before: _Offset = field(default_factory=_Offset)
     after: _Offset = field(default_factory=_Offset)
     num_taught: int = 0
@@ -173,7 +175,7 @@ class Survival:
         history = self._histories.get(key)
         if history is None:
             kind = self._kind_of(request, is_copy)
-            history = self._histories[key] = History(kind, list(kind.places.values))
+            history = self._histories[key] = History(kind, list(kind.places.values), is_copy)
         history.seen = now
         return history
 

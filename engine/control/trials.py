@@ -38,12 +38,12 @@ class _Load:
 
 
 class Trials:
-    """Chooses the rounds that try a length; `clock` is the time that all rounds took."""
+    """Chooses the rounds that try a length; `clock` is the time that all rounds took, `num_rounds` how many began."""
 
     def __init__(self) -> None:
         self.clock = 0.0
+        self.num_rounds = 0
         self._loads: dict[Hashable, _Load] = {}
-        self._num_rounds = 0
 
     def choose(
         self, key: Hashable, lengths: Sequence[int], length: int, budget: Budget, promise: Promise
@@ -57,10 +57,9 @@ class Trials:
             budget: the best one of all requests.
         """
         load = self._loads.setdefault(key, _Load())
-        self._num_rounds += 1
-        if self._num_rounds - load.last_round > _GAP_ROUNDS:
-            load.length, load.num_settled = None, 0
-        load.last_round = self._num_rounds
+        passed, load.last_round = self.num_rounds - load.last_round, self.num_rounds
+        if passed > _GAP_ROUNDS:
+            load.length, load.num_settled, passed = None, 0, 0
         if load.length is not None:
             tokens, seconds = promise(load.length)
             if load.num_rounds >= _ROUNDS or tokens < _HOPELESS * budget.rate * seconds:
@@ -68,7 +67,7 @@ class Trials:
                 pause_s = max(_PAUSE_ROUNDS * seconds, lost_s / _LOST_SHARE)
                 load.due[load.length], load.length, load.num_settled = self.clock + pause_s, None, 0
         if load.length is None:
-            load.num_settled += 1
+            load.num_settled += passed
             if load.num_settled > _SETTLED_ROUNDS:
                 load.length, load.num_rounds = self._due(load, lengths, length, budget, promise), 0
         load.num_rounds += 1
@@ -78,7 +77,8 @@ class Trials:
         """Return a length to try: none, half of that in use, the next longer, or the longest."""
         longer = next((k for k in lengths if k > length), length)
         for other in dict.fromkeys((0, length // 2, longer, lengths[-1])):
-            is_hopeful = other < length or promise(other)[0] > _HOPEFUL * budget.num_tokens
-            if other != length and is_hopeful and load.due.get(other, 0.0) <= self.clock:
+            if other == length or load.due.get(other, 0.0) > self.clock:
+                continue
+            if other < length or promise(other)[0] > _HOPEFUL * budget.num_tokens:
                 return other
         return None

@@ -10,7 +10,8 @@ def play(trials, rounds, seconds_of, *, length=4, gain=0.0, key="load"):
     """Rounds of one second; return what was tried in each."""
     tried = []
     for _ in range(rounds):
-        budget = Budget((1 + gain * length) / seconds_of(length), 1 + gain * length, length, 0.5)
+        budget = Budget((1 + gain * length) / seconds_of(length), 1 + gain * length, [0] * length)
+        trials.num_rounds += 1
         chosen = trials.choose(key, LENGTHS, length, budget, lambda k: (1 + gain * k, seconds_of(k)))
         trials.clock += seconds_of(length if chosen is None else chosen)
         tried.append(chosen)

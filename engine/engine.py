@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.blocks.block_pool import salt_digest
 from engine.config import EngineConfig, ModelInfo
-from engine.control.plan import Plan, Planner, RoundSeconds
+from engine.control.plan import Plan, RoundSeconds
+from engine.control.planner import Planner
 from engine.control.stats import RequestStats
 from engine.detokenizer import Detokenizer
 from engine.drafting.check import check_drafts

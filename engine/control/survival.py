@@ -28,6 +28,7 @@ _CURVE_INFO = 2.0
 _MOST_CURVE_INFO = 60.0
 _MOST_TAUGHT = 32
 """Tokens of one request that count whole for its kind's curves; all later ones together count as many again."""
+_LEAST_WEIGHT = 0.01
 _LOWEST, _HIGHEST = -4, 6
 """Range of the calibration's knots, in log-odds of a confidence, one apart."""
 _EPSILON = 1e-6
@@ -210,14 +211,17 @@ class Survival:
             survival.append((survival[parent] if parent >= 0 else 1.0) / (1 + exp(-odds)))
         return survival
 
-    def observe(self, history: History, draft: Draft, path: Sequence[int]) -> None:
-        """Learn from a verdict on a draft that may have been cut: the `path` of accepted nodes."""
+    def observe(self, history: History, draft: Draft, path: Sequence[int], *, teaches: bool = True) -> None:
+        """Learn from a verdict on a draft that may have been cut: the `path` of accepted nodes.
+
+        The calibration learns if the draft was scored, or if it `teaches`.
+        """
         predicted, history.predicted = history.predicted, []
         weight = min(1.0, (_MOST_TAUGHT / max(1, history.num_taught)) ** 2)
         kept = set(path)
         decided = [node for node, parent in enumerate(draft.parents) if parent in kept or parent < 0]
         history.num_taught += len(decided)
-        if draft.confidences is not None:
+        if draft.confidences is not None and (teaches or predicted):
             self._learn_confidences(history, draft, [(node, node in kept) for node in decided], weight)
         places: list[tuple[int, float]] = [(node, node in kept) for node in decided]
         if self._num_chains:
@@ -231,7 +235,8 @@ class Survival:
             error, info = outcome - rate, rate * (1 - rate)
             history.before.learn(error, info)
             history.places[place] += error / _PLACE_INFO
-            history.kind.places.learn(place, weight * error, weight * info)
+            if weight > _LEAST_WEIGHT:
+                history.kind.places.learn(place, weight * error, weight * info)
 
     def _learn_confidences(
         self, history: History, draft: Draft, outcomes: Sequence[tuple[int, bool]], weight: float
@@ -244,7 +249,8 @@ class Survival:
             self.reliability.observe(rate, accepted=accepted)
             error, info = accepted - rate, rate * (1 - rate)
             offset.learn(error, info)
-            curve.learn(place, weight * error, weight * info)
+            if weight > _LEAST_WEIGHT:
+                curve.learn(place, weight * error, weight * info)
 
     def _kind_of(self, request: Request, is_copy: bool) -> _Kind:
         params = request.params

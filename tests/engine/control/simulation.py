@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.config import EngineConfig
-from engine.control.plan import Planner, RoundSeconds
+from engine.control.plan import RoundSeconds
+from engine.control.planner import Planner
 from engine.control.survival import Prior
 from engine.params import SamplingParams
 from engine.protocols import Draft, NoDrafter, Request, ScheduledRow, Verdict

@@ -1,342 +1,38 @@
-"""The planner over costs in virtual time, what it learns from, and the engine's text, which must not notice."""
-
-import random
-from collections import Counter
+"""A plan's length for a request: a copy's, its own, or the round's, within what the request allows."""
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.control.plan import Plan, Planner, RoundSeconds
-from engine.control.survival import Prior
-from engine.laws import p_value
+from engine.control.plan import Plan, limited
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft, NoDrafter, Request, ScheduledRow, Verdict, chain
-from tests.engine.control.simulation import LARGE, SMALL, Row, Simulation, uniform_rate
-from tests.engine.running import chains, drafters, make_engine, run
-from tests.engine.test_exactness import TARGET, UNLIKE, joint_law
-
-K = 4
-GREEDY = SamplingParams(temperature=0.0)
+from engine.protocols import Request
 
 
-class Copier(NoDrafter):
-    """Copies for some requests, and keeps what it was asked."""
-
-    def __init__(self, **copies):
-        self.copies = copies
-
-    def plan_copies(self, rows, expected):
-        self.rows, self.expected = rows, expected
-        return self.copies
-
-
-def request(name="a", length=None, *, fixed=False):
-    return Request(name, [1, 2], 2, SamplingParams(num_speculative_tokens=length, fixes_draft_length=fixed))
-
-
-def planner(drafter=None, **settings):
-    config = EngineConfig(**({"num_speculative_tokens": K} | settings))
-    return Planner(config, Prior.of(K), drafter or NoDrafter())
-
-
-def row(asked, num_draft_tokens, length=1):
-    return ScheduledRow(asked, num_draft_tokens, 2 - length, length, [])
+def request(name, length=None, *, fixed=False):
+    params = SamplingParams(num_speculative_tokens=length, fixes_draft_length=fixed)
+    return Request(name, [1], 1, params)
 
 
 @pytest.mark.parametrize(
-    ("limit", "fixed", "expected"), [(None, False, 2), (1, False, 1), (3, False, 2), (3, True, 3), (0, True, 0)]
-)
-def test_a_request_gets_the_chosen_length_within_its_limit_or_its_fixed_length(limit, fixed, expected):
-    assert Plan(2).length_of(request(length=limit, fixed=fixed)) == expected
-    assert Plan(9, lengths={"a": 2}).length_of(request(length=limit, fixed=fixed)) == expected
-
-
-def test_a_copy_is_as_long_as_it_was_planned():
-    assert [Plan(2, copies={"a": 9}).length_of(request(name)) for name in "ab"] == [9, 2]
-
-
-def test_a_round_of_fixed_lengths_counts_as_the_longest_of_them():
-    plan = planner().plan([request(length=1, fixed=True), request(length=3, fixed=True)], has_prompts=False)
-    assert (plan.num_draft_tokens, plan.reason) == (3, "request")
-
-
-def test_copies_are_planned_with_what_the_drafts_that_they_replace_are_expected_to_bring():
-    copier = Copier(b=7)
-    plan = planner(copier).plan([request("a"), request("b", 2), request("c", 1, fixed=True)], has_prompts=False)
-    assert [(row.request.request_id, row.num_draft_tokens) for row in copier.rows] == [("a", K), ("b", 2)]
-    assert copier.expected == pytest.approx({"a": sum(0.7**i for i in range(1, 5)), "b": 0.7 + 0.49})
-    assert plan.copies == {"b": 7}
-    assert plan.lengths.keys() == {"a"}
-
-
-@pytest.mark.parametrize(("mode", "most"), [("fixed", K), ("off", 0)])
-def test_configured_lengths_stay(mode, most):
-    control = planner(speculation=mode)
-    asked, lengths = request(), set()
-    for _ in range(300):
-        plan = control.plan([asked], has_prompts=False)
-        lengths.add((plan.length_of(asked), plan.reason))
-        draft = Draft([7] * most, list(range(-1, most - 1)), confidences=[0.01] * most)
-        assert control.trim(plan, [row(asked, most)], [draft]) == [draft]
-        control.observe(plan, [row(asked, most)], [Verdict([5], draft=draft)], RoundSeconds(1.0, 0.5, 0.5))
-    assert lengths == {(most, mode)}
-
-
-@pytest.mark.parametrize(
-    ("pair", "num_rows", "rate", "drift"),
+    ("name", "limit", "fixed", "expected"),
     [
-        (LARGE, 1, 0.3, False),
-        (LARGE, 1, 0.8, True),
-        (LARGE, 8, 0.6, True),
-        (LARGE, 32, 0.8, False),
-        (SMALL, 1, 0.6, True),
-        (SMALL, 8, 0.05, True),
-        (SMALL, 8, 0.95, False),
-        (SMALL, 32, 0.3, True),
+        ("copying", None, False, 9),
+        ("own", None, False, 2),
+        ("other", None, False, 4),
+        ("copying", 5, False, 5),
+        ("own", 3, False, 2),
+        ("other", 0, False, 0),
+        ("other", 7, True, 7),
+        ("copying", 7, True, 7),
     ],
-    ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_adaptive_is_never_much_below_the_better_of_off_and_the_best_fixed_length(pair, num_rows, rate, drift):
-    """After 200 rounds, a minute or less; 10 % noise, and with drift, a machine that is half as slow again by turns."""
-    simulation = Simulation(pair, [Row(rate, is_confident=False) for _ in range(num_rows)], drift=drift)
-    simulation.run(200)
-    simulation.reset()
-    made = simulation.run(400)
-    assert made >= 0.97 * max(uniform_rate(pair, num_rows, rate, k) for k in range(9))
+def test_a_request_gets_its_length_within_its_limits(name, limit, fixed, expected):
+    plan = Plan(4, copies={"copying": 9}, lengths={"own": 2})
+    assert plan.length_of(request(name, limit, fixed=fixed)) == expected
 
 
-def test_the_draft_length_follows_the_load_and_comes_back():
-    simulation = Simulation(LARGE, [Row(0.6, is_confident=False)])
-    means = []
-    for num_rows in (1, 256, 1):
-        simulation.resize(num_rows, Row(0.6, is_confident=False))
-        simulation.run(60)
-        simulation.reset()
-        simulation.run(40)
-        means.append(sum(k * count for (_, k), count in simulation.reasons.items()) / 40)
-    assert means[0] > 2.5
-    assert means[1] < 1.5
-    assert means[2] > 2.5
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_drafts_that_were_rejected_long_ago_do_not_keep_those_of_others_off(seed):
-    simulation = Simulation(LARGE, [], seed=seed)
-    for nth in range(20):
-        simulation.replace({f"bad{nth}": Row(0.01, is_confident=False)})
-        simulation.run(100)
-    assert simulation.reasons["goodput", 0] > 1500
-    for nth in range(10):
-        if nth == 2:
-            simulation.reset()
-        simulation.replace({f"good{nth}": Row(0.8, is_confident=False)})
-        simulation.run(100)
-    assert simulation.tokens / simulation.seconds > 0.9 * max(uniform_rate(LARGE, 1, 0.8, k) for k in range(9))
-
-
-def test_rows_that_never_pay_get_none_and_cost_nothing_but_are_tried():
-    rows = [Row(0.9 if i % 2 else 0.01, is_confident=False, params=GREEDY) for i in range(16)]
-    simulation = Simulation(SMALL, rows)
-    simulation.run(200)
-    simulation.reset()
-    simulation.run(600)
-    hopeless, paying = (sum(simulation.lengths[f"r{i}"] for i in range(odd, 16, 2)) / 8 / 600 for odd in (0, 1))
-    assert 0 < hopeless < 0.4
-    assert paying > 4
-
-
-def test_one_clients_hopeless_requests_do_not_change_the_lengths_of_another():
-    """Four requests beside a client's flood of the same kind, whose drafts seem sure, or which allows none."""
-
-    def lengths(others):
-        rows = {f"b{i}": Row(0.8, 1.0, params=GREEDY) for i in range(4)}
-        simulation = Simulation(LARGE, [], seed=2)
-        for nth in range(6):
-            simulation.replace(rows | {f"a{nth}-{i}": others for i in range(4)})
-            simulation.run(80)
-        return sum(simulation.verified[name] for name in rows)
-
-    none = Row(0.8, params=SamplingParams(temperature=0.0, num_speculative_tokens=0))
-    assert lengths(Row(0.02, 1.0, bias=6.0, params=GREEDY)) == pytest.approx(lengths(none), rel=0.15)
-
-
-def test_a_mixed_load_is_faster_than_with_one_length_for_all():
-    """Half the rows copy, which takes no pass of the draft; the others are prose of which few tokens are accepted."""
-    copying = {f"r{i}": Row(0.95, is_confident=False, is_copy=True) for i in range(8)}
-    prose = {f"p{i}": Row(0.3, is_confident=False) for i in range(8)}
-    simulation = Simulation(LARGE, [], k=16)
-    simulation.replace(copying | prose)
-    simulation.run(200)
-    simulation.reset()
-    made = simulation.run(300)
-    single = [sum(uniform_tokens(0.95, k) + uniform_tokens(0.3, k) for _ in range(8)) for k in range(17)]
-    seconds = [16 * uniform_tokens(0.5, k) / uniform_rate(LARGE, 16, 0.5, k) for k in range(17)]
-    assert made > 1.15 * max(tokens / time for tokens, time in zip(single, seconds, strict=True))
-
-
-def uniform_tokens(rate, k):
-    return sum(rate**i for i in range(k + 1))
-
-
-def test_cutting_by_confidences_verifies_less_and_loses_nothing():
-    made = []
-    for is_confident in (False, True):
-        simulation = Simulation(SMALL, [Row(0.6, 2.0, is_confident=is_confident) for _ in range(64)])
-        simulation.run(60)
-        simulation.reset()
-        made.append((simulation.run(40), sum(simulation.verified.values()) / sum(simulation.lengths.values())))
-    assert made[1][0] > 0.97 * made[0][0]
-    assert made[1][1] < made[0][1] == 1
-
-
-def trained(num_rows=2):
-    """A planner that knows a machine whose passes take as long as four tokens and those in it; drafting is free."""
-    control = planner()
-    asked = [request(f"r{i}") for i in range(num_rows)]
-    for nth in range(200):
-        plan = control.plan(asked, has_prompts=False)
-        lengths = [nth % 5] * num_rows
-        drafts = [Draft([7] * n, list(range(-1, n - 1)), confidences=[0.5] * n) for n in lengths]
-        kept = [n // 2 for n in lengths]
-        verdicts = [Verdict([5] * (1 + a), list(range(a)), draft=d) for a, d in zip(kept, drafts, strict=True)]
-        seconds = 1e-3 * (4 + num_rows + sum(lengths))
-        batch = [row(one, n) for one, n in zip(asked, lengths, strict=True)]
-        control.observe(plan, batch, verdicts, RoundSeconds(seconds, 0.0, seconds))
-    return control, asked
-
-
-def test_drafts_are_cut_by_their_confidences():
-    control, asked = trained()
-    sure, unsure = (Draft([7, 7], [-1, 0], confidences=[rate] * 2) for rate in (0.999, 0.001))
-    batch = [row(one, 2) for one in asked]
-    first, second = control.trim(Plan(2), batch, [sure, unsure])
-    assert len(first.token_ids) >= 1
-    assert second.token_ids == []
-    assert control.trim(Plan(2, tried={"r1"}), batch, [sure, unsure])[1] is unsure
-
-
-def test_prompts_and_drafts_share_one_budget():
-    """A prompt makes the round longer, so that more draft tokens are worth their own time."""
-    control, asked = trained()
-    draft = Draft([7, 7], [-1, 0], confidences=[0.5, 0.3])
-    alone = control.trim(Plan(2), [row(asked[0], 2)], [draft])[0]
-    prompt = ScheduledRow(Request("p", [1] * 60, 60, SamplingParams()), 0, 0, 50, [])
-    beside = control.trim(Plan(2), [row(asked[0], 2), prompt], [draft, NO_DRAFT])[0]
-    assert len(beside.token_ids) > len(alone.token_ids)
-
-
-def test_what_was_drawn_does_not_cut_drafts_whose_rule_assumes_that_it_does_not():
-    control, asked = trained()
-    sampled = Draft([7, 7], [-1, 0], [[7], [7]], [[1.0], [1.0]], confidences=[0.001] * 2)
-    assert control.trim(Plan(2), [row(asked[0], 2)], [sampled])[0] is sampled
-
-
-def test_a_fixed_length_is_not_cut():
-    control, _ = trained()
-    fixed = Draft([7, 7], [-1, 0], confidences=[0.001] * 2)
-    assert control.trim(Plan(2), [row(request("f", 2, fixed=True), 2)], [fixed])[0] is fixed
-
-
-def test_no_trial_starts_while_prompts_are_computed():
-    control, asked = trained()
-    assert {control.plan(asked, has_prompts=True).reason for _ in range(500)} == {"goodput"}
-
-
-def test_the_first_drafts_after_a_pause_do_not_count_for_their_time():
-    """The drafter catches up with the tokens that it has missed."""
-    control, asked = planner(), [request()]
-    for length, draft_s in [(4, 0.1), (4, 0.001), (4, 0.001), (0, 0.0), (4, 0.1), (4, 0.001)]:
-        verdict = Verdict([5], draft=chain([7] * length))
-        control.observe(Plan(length), [row(asked[0], length)], [verdict], RoundSeconds(0.02, draft_s, 0.01))
-    assert control.costs.wait_s("none", 1, 4) == pytest.approx(0.001, rel=0.05)
-
-
-def test_requests_that_allow_less_get_no_more():
-    control, asked = planner(), request(length=2)
-    assert max(control.plan([asked], has_prompts=False).length_of(asked) for _ in range(50)) == 2
-    assert control.plan([request("none", 0)], has_prompts=False).num_draft_tokens == 0
-
-
-@pytest.mark.parametrize(("limit", "lengths"), [(None, [0, K]), (0, [])])
-def test_a_drafter_gets_a_prompt_before_its_first_draft_but_no_request_without_drafts(limit, lengths):
-    drafter = RecordingDrafter(NoDrafter())
-    engine = make_engine(TARGET, lambda _: drafter, num_speculative_tokens=K, speculation="fixed")
-    run(engine, [([1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True, num_speculative_tokens=limit))])
-    assert drafter.lengths[:2] == lengths
-
-
-class Clock:
-    """Time that passes at random, so that every length looks best for a while."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.random = random.Random(0)
-
-    def __call__(self):
-        self.now += self.random.choice([0.1, 1.0, 5.0])
-        return self.now
-
-
-class RecordingDrafter:
-    """Passes proposals on and notes what was asked for."""
-
-    def __init__(self, drafter):
-        self.drafter = drafter
-        self.lengths = []
-
-    async def propose(self, rows):
-        self.lengths.append(max(row.num_draft_tokens for row in rows))
-        return await self.drafter.propose(rows)
-
-    def release(self, request_id):
-        self.drafter.release(request_id)
-
-
-DRAFTERS = ("the target itself", "a random draft", "running ahead")
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_coupled_text_does_not_depend_on_the_control(name):
-    requests = [
-        ([3, 1, 4, i % 5], SamplingParams(seed=i, max_tokens=40 + i, num_speculative_tokens=(None, None, 2, 1)[i % 4]))
-        for i in range(30)
+def test_a_limit_shortens_and_a_fixed_length_decides():
+    assert [limited(request("a", 3), 5), limited(request("a", 3), 1), limited(request("a", 3, fixed=True), 1)] == [
+        3,
+        1,
+        3,
     ]
-    settings = {"max_num_seqs": 2, "block_size": 4}
-    engine = make_engine(TARGET, drafters(TARGET, UNLIKE)[name], speculation="adaptive", clock=Clock(), **settings)
-    assert run(engine, requests) == run(make_engine(TARGET, num_speculative_tokens=0, **settings), requests)
-    visited = {k for k, _ in engine.stats.num_rounds_by_length}
-    assert {0, 4} < visited <= {0, 1, 2, 3, 4}
-
-
-def test_samples_under_the_rejection_rule_have_the_targets_law_whatever_the_control_does():
-    engine = make_engine(
-        TARGET,
-        chains(UNLIKE),
-        speculation="adaptive",
-        verification="rejection",
-        num_speculative_tokens=3,
-        max_num_seqs=7,
-        clock=Clock(),
-    )
-    prompt = [3, 1, 4, 1, 0, 2, 2]
-    tokens = run(engine, [(prompt, SamplingParams(seed=seed, max_tokens=3)) for seed in range(2000)])
-    counts = Counter(tuple(token_ids) for token_ids in tokens.values())
-    assert p_value(counts, joint_law(SamplingParams())) > 1e-5
-
-
-def test_a_drafter_is_not_called_in_rounds_without_drafts():
-    drafters = []
-
-    def drafter(config):
-        drafters.append(RecordingDrafter(chains(TARGET)(config)))
-        return drafters[0]
-
-    requests = [([3, 1, 4, i % 5], SamplingParams(seed=i, max_tokens=60)) for i in range(20)]
-    engine = make_engine(TARGET, drafter, speculation="adaptive", max_num_seqs=2, clock=Clock())
-    run(engine, requests)
-    rounds = engine.stats.num_rounds_by_length
-    drafted = sum(count for (k, _), count in rounds.items() if k)
-    assert 0 < len(drafters[0].lengths) <= drafted < engine.stats.num_rounds_by_length.total()
-    assert {reason for _, reason in rounds} == {"goodput", "trial"}
-    run(make_engine(TARGET, lambda config: drafters[0], speculation="off"), requests)
-    assert len(drafters[0].lengths) <= drafted

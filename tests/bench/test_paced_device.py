@@ -99,7 +99,7 @@ def test_compute_that_does_not_fit_is_counted_said_and_takes_its_time(caplog):
     clock = Clock()
     backend, _ = paced(clock, compute_s=0.008)
     started = clock.now
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="tests.bench.paced_device"):
         for _ in range(2):
             backend.run(batch())
             backend.wait()

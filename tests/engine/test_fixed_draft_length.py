@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import RequestError
 from engine.params import SamplingParams
-from tests.engine.control.test_plan import DRAFTERS, Clock
+from tests.engine.control.test_planner import DRAFTERS, Clock
 from tests.engine.running import drafters, make_engine, run, run_outputs, step
 from tests.engine.test_exactness import TARGET, UNLIKE
 

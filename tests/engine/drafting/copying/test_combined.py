@@ -137,9 +137,9 @@ def test_the_engine_copies_at_full_length_while_no_chain_pays_and_learns_nothing
     def is_copy(history):
         return any(copies and history is other for (_, copies), other in survival._histories.items())
 
-    def record(history, draft, path):
+    def record(history, draft, path, **options):
         learned.append(is_copy(history))
-        observe(history, draft, path)
+        observe(history, draft, path, **options)
 
     survival.before = lambda history, length: before(history, length) if is_copy(history) else [0.0] * length
     survival.observe = record

@@ -114,6 +114,6 @@ class MarkovHead(nn.Module):
         elif self._type == "rnn":
             state = torch.zeros_like(embedded) if state is None else state
             gate, candidate, output = self.joint_proj(torch.cat([state, embedded, hidden], -1)).chunk(3, -1)
-            state = torch.lerp(candidate.tanh(), state, gate.sigmoid())
+            state = torch.lerp(candidate.tanh(), state.to(candidate.dtype), gate.sigmoid())
             embedded = output.tanh()
         return self.markov_w2(embedded), state

@@ -60,7 +60,7 @@ def test_a_head_is_compiled_beside_its_target(target_path, monkeypatch):
 
     monkeypatch.setattr(command, "load_target", load)
     monkeypatch.setattr(CpuBackend, "compile", lambda one: compiled.append(type(one.model.module).__name__))
-    call(monkeypatch, target_path, "--head", "a head")
+    call(monkeypatch, target_path, "--head", "a head", "--dtype", "float32")
     assert compiled == ["TappedLM", "Eagle3Head"]
 
 

@@ -109,9 +109,9 @@ class RemoteVerifier:
                 for delta, row in zip(deltas, rows, strict=True)
             ]
             shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
-            own_s, earlier_s = self._times.deadline_s(shape, self._timeout_s), sum(self._due_s.values())
-            request = Verify(self._round, links[0].version, own_s + earlier_s, released, entries)
-            self._due_s[request.round] = own_s
+            round_s, earlier_s = self._times.deadline_s(shape, self._timeout_s), sum(self._due_s.values())
+            request = Verify(self._round, links[0].version, round_s + earlier_s, released, entries)
+            self._due_s[request.round] = round_s
             started = time.perf_counter()
             for link in links[1:]:
                 await link.post(request)

@@ -133,8 +133,9 @@ def check_placed(config: GroupConfig, placement: PlacementGroup, target: ModelSo
     is_apart, has_own = not shares_gpu(config, bundles), len(bundles) > DRAFT_BUNDLE + 1
     draft_gpu = gpu(DRAFT_BUNDLE)
     if is_apart and not has_own:  # a pool's, wherever its nodes may be
-        wanted = dict(config.draft_label_selector)
-        types = {it.get(ACCELERATOR, "") for it in labels.values() if node_labels_match_selector(it, wanted)} - {""}
+        selector = dict(config.draft_label_selector)
+        nodes_of_pool = [node for node in labels.values() if node_labels_match_selector(node, selector)]
+        types = {node.get(ACCELERATOR, "") for node in nodes_of_pool} - {""}
         draft_gpu = types.pop() if len(types) == 1 else ""
     gpus = gpu(len(bundles) - 1), draft_gpu
     if warning := judge(config, target, draft, *gpus, is_apart=is_apart, num_added=int(has_own)):

@@ -135,6 +135,11 @@ class EngineConfig(_Settings):
     """Whether requests share the KV blocks of equal prefixes and, with drafting suffix, earlier outputs; only requests
     of the same cache_salt do."""
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens of a draft that is no copy: 0 if speculation is off."""
+        return 0 if self.speculation == "off" else self.num_speculative_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(EngineConfig, ModelSettings):

@@ -218,20 +218,20 @@ class Engine:
         await self._end(flight)
         return any(row.start < row.request.prompt_length for row in flight.batch)
 
-    async def _begin(self, before_verify: Callable[[], object] = lambda: None) -> _Flight | None:
+    async def _begin(self, meanwhile: Callable[[], object] = lambda: None) -> _Flight | None:
         """Propose for the next batch and send it to the target; with one cohort, `_end` sends it."""
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
         plan = self.planner.plan(self.scheduler.decoding, has_prompts=self.scheduler.has_prompts)
         batch = self.scheduler.next_batch(plan)
-        asked = self._clock()
+        planned = self._clock()
         try:
             drafts = await self._propose(plan, batch)
         except BaseException:
             self.scheduler.withdraw(batch)
             raise
         proposed = self._clock()
-        before_verify()
+        meanwhile()
         # Those that were aborted meanwhile have lost their blocks.
         running = {id(sequence.request) for sequence in self.scheduler.running}
         drafted = [(row, draft) for row, draft in zip(batch, drafts, strict=True) if id(row.request) in running]
@@ -241,7 +241,7 @@ class Engine:
         verdicts: Awaitable[list[Verdict]] = self.verifier.verify([row.verify(draft) for row, draft in drafted])
         if self.scheduler.num_cohorts > 1:
             verdicts = asyncio.ensure_future(verdicts)
-        return _Flight(plan, batch, verdicts, started, proposed - asked, self._clock())
+        return _Flight(plan, batch, verdicts, started, proposed - planned, self._clock())
 
     async def _end(self, flight: _Flight) -> None:
         """Wait for a round's verdicts, commit them, and learn from the round."""

@@ -22,7 +22,7 @@ class RequestLimits:
         num_start_ids = int(target.start_id is not None)
         longest = target.max_model_len
         self.max_model_len = min(config.max_model_len or longest, longest - num_start_ids)
-        self._max_draft_tokens = 0 if config.speculation == "off" else config.num_speculative_tokens
+        self._max_draft_tokens = config.max_draft_tokens
         self._usable = (num_blocks - 1) * config.block_size - num_start_ids
         self._refused = refused_fields(target)
         self._vocab_size = target.vocab_size

@@ -1,7 +1,7 @@
 """Acceptance: how many tokens of a draft the target is expected to accept, learned from verdicts.
 
-Everything that learns acceptance counts with `Rate`. The learners keep rates for different keys: a position of a chain,
-a node of a tree, or the length of the match that a copied token followed.
+The learners here and in `drafting` keep a `Rate` for each position of a chain, or for each length of the match that a
+copied token followed. `survival` learns by request.
 """
 
 from collections.abc import Sequence

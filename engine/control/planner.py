@@ -56,7 +56,7 @@ class Planner:
     """
 
     def __init__(self, config: EngineConfig, prior: Prior, drafter: Drafter, remote: Overlapping | None = None) -> None:
-        self.max_draft_tokens = 0 if config.speculation == "off" else config.num_speculative_tokens
+        self.max_draft_tokens = config.max_draft_tokens
         self.num_draft_tokens = self._depth = self.max_draft_tokens
         self.survival = Survival(prior)
         self.costs = RoundCost()
@@ -237,8 +237,8 @@ class Planner:
         def tries(length: int) -> list[int]:
             """Return what rows get in a trial: those that have no drafts now have none, unless none has."""
             return [
-                limit if history.is_copy else min(limit, length) if own or not self._depth else 0
-                for history, limit, own in zip(histories, most, lengths, strict=True)
+                limit if history.is_copy else min(limit, length) if used or not self._depth else 0
+                for history, limit, used in zip(histories, most, lengths, strict=True)
             ]
 
         def promise(length: int) -> tuple[float, float]:

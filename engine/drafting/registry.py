@@ -210,7 +210,7 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
     if name != "self" and config.self_draft_layers is not None:
         problem = f"drafting is {config.drafting!r}, which does not draft with the target's layers"
         raise ConfigError(f"self_draft_layers is set, but {problem}")
-    if config.num_speculative_tokens == 0 or config.speculation == "off":
+    if not config.max_draft_tokens:
         return METHODS["none"]
     if method.runs_in == "draft" and not has_draft_model:
         raise ConfigError(f"drafting is {name!r}, which needs a draft_model, and there is none")

@@ -10,6 +10,7 @@ from cluster.protocol.messages import AnyReply, AnyRequest, Ping, Pong
 from cluster.transport import Endpoint, Link, OnBreak, Server
 from cluster.transport.credentials import Credentials, make_credentials, tls_context
 from cluster.transport.frames import FrameReader
+from cluster.workers.pool_worker import PoolWorker
 
 NODE_ID = "this node"
 
@@ -23,18 +24,25 @@ def ping(number: int, *, version: int = 1, deadline_s: float = 10.0, released: l
 
 
 @contextlib.contextmanager
+def in_thread(served: Server | PoolWorker, *arguments: object, **options: object) -> Iterator[None]:
+    """Serve until the block ends."""
+    thread = threading.Thread(target=served.serve, args=arguments, kwargs=options)
+    thread.start()
+    try:
+        yield
+    finally:
+        served.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
 def serving(
     client_identity: str, answer: Callable[[AnyRequest], AnyReply | None] = pong, **options: object
 ) -> Iterator[Server]:
     server = Server("127.0.0.1", NODE_ID, client_identity)
-    thread = threading.Thread(target=server.serve, args=(answer,), kwargs=options)
-    thread.start()
-    try:
+    with in_thread(server, answer, **options):
         yield server
-    finally:
-        server.close()
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 @contextlib.contextmanager

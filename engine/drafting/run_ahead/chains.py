@@ -86,13 +86,13 @@ class RunAheadDrafter(PassesAhead):
 
     def stop(self) -> None:
         """Drop all branches."""
-        if self._wanted is not None and self._branches is None:
+        if self._next_pass is not None and self._branches is None:
             # `catch_up` has counted the last tokens as computed, and now this pass is not launched.
-            length = max(group.length for group in self._wanted.batch.paged.groups)
+            length = max(group.length for group in self._next_pass.batch.paged.groups)
             for context in self._contexts.values():
                 del context.prefix.token_ids[-length:]
         self._contexts = {}
-        self._branches = self._work = self._wanted = self._unsettled = None
+        self._branches = self._work = self._next_pass = self._unsettled = None
 
     def _propose(self, rows: list[ProposeRow], arrived: float) -> list[Draft]:
         answers = self._look_up(rows, arrived)

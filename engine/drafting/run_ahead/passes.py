@@ -127,7 +127,7 @@ class PassesAhead(ABC):
         self.clock = clock
         self._pace = Pace(clock)
         self._work: Work | None = None
-        self._wanted: Pass | None = None
+        self._next_pass: Pass | None = None
         self._unsettled: Callable[[], None] | None = None
         """Brings the cache up to date with drafts that were sent as they were prepared."""
         self._launched: float | None = None
@@ -172,28 +172,28 @@ class PassesAhead(ABC):
             self.end_pass()
             if self._unsettled is not None:
                 self.settle()
-            elif (wanted := self.wanted()) is not None:
+            elif (next_pass := self.next_pass()) is not None:
                 started, num_prepared = self.clock(), PREPARATION.counts.total()
-                wanted.take(wanted.run())
+                next_pass.take(next_pass.run())
                 self.note_launch(started, num_prepared)
         return self._work is not None
 
-    def wanted(self) -> Pass | None:
+    def next_pass(self) -> Pass | None:
         """Return the pass to launch next; None if there is none, or it was launched. The cache must be settled."""
-        if self._wanted is None and self._work is not None:
+        if self._next_pass is None and self._work is not None:
             started, num_prepared = self.clock(), PREPARATION.counts.total()
             try:
-                self._wanted = next(self._work)
-                if self._wanted is None:
+                self._next_pass = next(self._work)
+                if self._next_pass is None:
                     self.note_launch(started, num_prepared)
             except StopIteration:
                 self._work = None
                 self._pace.observe_finish()
-        return self._wanted
+        return self._next_pass
 
     def note_launch(self, started: float, num_prepared: int) -> None:
-        """Note that the wanted pass was launched, after `started`, when so many kernels had been prepared."""
-        self._wanted = None
+        """Note that the next pass was launched, after `started`, when so many kernels had been prepared."""
+        self._next_pass = None
         # What is compiled or recorded once says nothing about the next pass.
         self._launched = started if PREPARATION.counts.total() == num_prepared else None
         self._num_passes += 1

@@ -32,15 +32,15 @@ def advance_together(drafters: Sequence[PassesAhead], max_rows: int) -> None:
         sharing: list[tuple[PassesAhead, Pass]] = []
         for drafter in drafters:
             num_forwards = drafter.stats.num_forwards
-            wanted = drafter.wanted()
+            next_pass = drafter.next_pass()
             if drafter.stats.num_forwards > num_forwards:
                 return
-            if wanted is not None and _fits(wanted, [one for _, one in sharing], max_rows):
-                sharing.append((drafter, wanted))
+            if next_pass is not None and _fits(next_pass, [one for _, one in sharing], max_rows):
+                sharing.append((drafter, next_pass))
         if sharing:
-            drawn = run_together([wanted for _, wanted in sharing])
-            for (drafter, wanted), part in zip(sharing, drawn, strict=True):
-                wanted.take(part)
+            drawn = run_together([next_pass for _, next_pass in sharing])
+            for (drafter, next_pass), part in zip(sharing, drawn, strict=True):
+                next_pass.take(part)
                 drafter.note_launch(started, num_prepared)
 
 
@@ -59,11 +59,11 @@ def run_together(passes: Sequence[Pass]) -> list[Drawn]:
     return [Drawn(part, None, ranked) for part, ranked in zip(tokens, rankings, strict=True)]
 
 
-def _fits(wanted: Pass, others: Sequence[Pass], max_rows: int) -> bool:
+def _fits(candidate: Pass, others: Sequence[Pass], max_rows: int) -> bool:
     if not others:
         return True
-    shapes = {_shape(one) for one in (wanted, *others)}
-    num_rows = sum(group.rows for one in (wanted, *others) for group in one.batch.paged.groups)
+    shapes = {_shape(one) for one in (candidate, *others)}
+    num_rows = sum(group.rows for one in (candidate, *others) for group in one.batch.paged.groups)
     return None not in shapes and len(shapes) == 1 and num_rows <= max_rows
 
 

@@ -17,7 +17,7 @@ from cluster.workers.pool_worker import PoolWorker
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelMismatchError, TargetError
 from engine.params import SamplingParams
-from tests.cluster.wire import NODE_ID
+from tests.cluster.wire import NODE_ID, in_thread
 from tests.models import save_llama, save_model
 from tests.waiting import wait_for
 
@@ -35,14 +35,8 @@ def config(tmp_path_factory) -> GroupConfig:
 def serving(config: GroupConfig) -> Iterator[PoolWorker]:
     worker = PoolWorker(config, "worker 1", host="127.0.0.1", node_id=NODE_ID)
     worker.load()
-    thread = threading.Thread(target=worker.serve)
-    thread.start()
-    try:
+    with in_thread(worker):
         yield worker
-    finally:
-        worker.close()
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ class ModelSettings(_Settings):
     """How a model is held in memory and computed."""
 
     dtype: Dtype = "auto"
-    """Number format of the weights; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
+    """Number format of the weights; auto is bfloat16 on CUDA, float32 on CPUs, where 16-bit texts depend on batches."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Number format of keys and values in the KV cache; auto is dtype, and fp8 takes half of 16 bits. The text is that
     of the target with these keys and values."""

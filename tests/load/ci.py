@@ -28,7 +28,7 @@ def run(arguments: Sequence[str], *settings: str) -> int:
         settings: of the server.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-load-") as folder:
-        server = Server(Path(folder) / "log.txt", "dtype=float32", *settings)
+        server = Server(Path(folder) / "log.txt", *settings)
         try:
             server.wait_until_ready()
             status = main(["--url", server.url, *ARGUMENTS, *arguments])
@@ -41,14 +41,7 @@ def run(arguments: Sequence[str], *settings: str) -> int:
 def compile_pair() -> str:
     """Compile the bundled pair; return the setting to serve it with: eager passes if it cannot be compiled."""
     sys.stdout.write("compiling the pair, where that was not done before\n")
-    command = [
-        sys.executable,
-        "-m",
-        "engine.execution.cpu",
-        *map(str, (BUNDLED_TARGET, BUNDLED_DRAFT)),
-        "--dtype",
-        "float32",
-    ]
+    command = [sys.executable, "-m", "engine.execution.cpu", str(BUNDLED_TARGET), str(BUNDLED_DRAFT)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
         sys.stdout.write(f"measuring eager passes (compile=off): {ended.stderr.strip().splitlines()[-1]}\n")

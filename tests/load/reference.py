@@ -96,7 +96,7 @@ def _from_engine(model: str, requests: Sequence[tuple[Record, Mapping[str, Any]]
     from engine import LLM, SamplingParams  # loads torch, which nothing else here needs
     from engine.config import BUNDLED
 
-    llm = LLM(target_model=model or BUNDLED, drafting="none", dtype="float32")
+    llm = LLM(target_model=model or BUNDLED, drafting="none")
     # A chat's template was applied by the server, which returned the token ids.
     prompts: list[Any] = [record.prompt_token_ids or str(body["prompt"]) for record, body in requests]
     names = ("max_tokens", "temperature", "seed", "ignore_eos")

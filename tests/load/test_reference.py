@@ -57,6 +57,6 @@ async def test_the_engine_writes_the_targets_text(server: FakeServer) -> None:
     plan = await plan_of(server, "engine")
     record = Record(0, "d", 0, 0, prompt_token_ids=[7, 8, 9])
     texts = await reference_texts(plan, [record])
-    llm = LLM(drafting="none", compile="off", dtype="float32")
+    llm = LLM(drafting="none", compile="off")
     (expected,) = llm.generate([[7, 8, 9]], SamplingParams(temperature=0.0, max_tokens=8), show_progress=False)
     assert texts == {0: expected.outputs[0].text}

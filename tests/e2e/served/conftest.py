@@ -1,7 +1,6 @@
 """One server for the tests of this folder: the bundled pair, as `make serve` starts it under `timeout`.
 
-Only slow bodies are refused sooner, and the log is one that can be looked into. Numbers are float32, because texts in
-bfloat16, the default of CPUs with AMX, depend on the batch. The last test ends the server.
+Only slow bodies are refused sooner, and the log is one that can be looked into. The last test ends the server.
 """
 
 import shlex
@@ -23,7 +22,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         (folder / "Makefile").write_text(f"serve:\n\t@{shlex.join(command)}\n")
         return ["timeout", "3600", "make", "-f", str(folder / "Makefile")]
 
-    settings = ("served_model_name=tiny", "log_format=json", "dtype=float32", LIMITS)
+    settings = ("served_model_name=tiny", "log_format=json", LIMITS)
     with serving(folder / "log", *settings, wrap=under_make) as server:
         yield server
 
@@ -35,4 +34,4 @@ def url(server: Server) -> str:
 
 @pytest.fixture(scope="package")
 def target() -> LLM:
-    return LLM(drafting="none", compile="off", dtype="float32")
+    return LLM(drafting="none", compile="off")

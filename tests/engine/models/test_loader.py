@@ -141,8 +141,6 @@ def test_a_gpu_serves_in_bfloat16_unless_it_is_too_old_for_it(has_bf16, dtype, c
     assert resolve_dtype("auto", SECOND_GPU) is dtype
 
 
-@pytest.mark.parametrize(("has_amx", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_a_cpu_serves_in_bfloat16_where_it_multiplies_that_faster(has_amx, dtype, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert resolve_dtype("auto", CPU) is dtype
+def test_a_cpu_serves_in_float32_even_where_it_multiplies_bfloat16_faster(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert resolve_dtype("auto", CPU) is torch.float32

@@ -106,9 +106,11 @@ def test_rows_longer_than_a_micro_batch_are_taken_one_by_one() -> None:
     assert accumulate_gradients(Counting(weight), torch.zeros(3, MICRO_BATCH_TOKENS * 2, dtype=torch.int64)) == 9.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_computes_in_the_number_format_of_serving(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.training.loop.resolve_dtype", lambda *_: dtype)
+@pytest.mark.parametrize(("has_amx", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_training_computes_in_bfloat16_where_that_is_faster(
+    has_amx: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     with autocast(torch.device("cpu")):
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert product.dtype is dtype

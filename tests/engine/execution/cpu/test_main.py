@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from engine.execution.cpu import __main__ as command
 from engine.execution.cpu.compilation.compiled_forward import CompileError
@@ -44,10 +43,9 @@ def test_every_model_is_compiled_in_the_number_format_and_with_the_weights_that_
     monkeypatch.setattr(
         CpuBackend, "compile", lambda one: compiled.append((one.info.dtype, one._source.config.quantization))
     )
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     call(monkeypatch, target_path, target_path)
     call(monkeypatch, target_path, "--dtype", "float16", "--quantization", "int4")
-    assert compiled == [("bfloat16", "none")] * 2 + [("float16", "int4")]
+    assert compiled == [("float32", "none")] * 2 + [("float16", "int4")]
 
 
 def test_a_head_is_compiled_beside_its_target(target_path, monkeypatch):
@@ -60,7 +58,7 @@ def test_a_head_is_compiled_beside_its_target(target_path, monkeypatch):
 
     monkeypatch.setattr(command, "load_target", load)
     monkeypatch.setattr(CpuBackend, "compile", lambda one: compiled.append(type(one.model.module).__name__))
-    call(monkeypatch, target_path, "--head", "a head", "--dtype", "float32")
+    call(monkeypatch, target_path, "--head", "a head")
     assert compiled == ["TappedLM", "Eagle3Head"]
 
 

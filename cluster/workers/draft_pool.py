@@ -178,6 +178,8 @@ class DraftPool:
         current = {row.request.request_id for one in self._waiting for row in one.rows}
         requests = []
         for proposal in proposals:
+            if proposal.lease.ahead is not None:
+                proposal.lease.ahead.drop_next_pass()
             able = [row.request for row in self._lacking(proposal) if self.cache.make_room(row, [], current)]
             proposal.is_caught_up = not able
             requests += able

@@ -199,6 +199,11 @@ class PassesAhead(ABC):
         self._num_passes += 1
         self.stats.num_forwards += 1
 
+    def drop_next_pass(self) -> None:
+        """Drop what is prepared if a pass of it was not launched: its tokens count as cached, and are not."""
+        if self._next_pass is not None:
+            self.stop()
+
     def end_pass(self) -> None:
         """Note that the device gets something else to do; time the pass that was launched, if it is over."""
         if self._launched is not None and not self._backend.is_busy:

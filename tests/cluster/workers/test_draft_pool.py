@@ -271,16 +271,18 @@ def test_an_error_costs_the_groups_of_that_pass_their_drafts_and_no_one_the_pool
     assert pool.drafts(1) == fresh(row(text(10)))
 
 
-@pytest.mark.parametrize("num_blocks", [1000, 60], ids=["much room", "little room"])
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("max_num_batched_tokens", [24, 1024])
-def test_whatever_others_do_a_groups_drafts_are_those_of_a_fresh_drafter(run_ahead, num_blocks, max_num_batched_tokens):
-    """Four groups at random: verdicts of every kind, texts of every length, releases, groups that leave and join.
+@pytest.mark.parametrize(
+    ("run_ahead", "num_blocks", "chunk", "k"),
+    [(False, 1000, 24, 4), (False, 60, 1024, 4), (True, 60, 1024, 4), (True, 1000, 24, 10), (True, 60, 24, 10)],
+)
+def test_whatever_others_do_a_groups_drafts_are_those_of_a_fresh_drafter(run_ahead, num_blocks, chunk, k):
+    """Four groups at random: verdicts of every kind, texts of every length that grow without drafts, too, leave, join.
 
     A draft may be short or empty, never other; and no block is used twice or lost.
     """
     chance = random.Random(4)
-    pool = Pool(run_ahead=run_ahead, num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens)
+    settings = {"num_blocks": num_blocks, "max_num_batched_tokens": chunk, "num_speculative_tokens": k}
+    pool = Pool(run_ahead=run_ahead, **settings)
     texts = {(v, str(i)): text(chance.randrange(3, 60), 10 * v + i) for v in range(1, 5) for i in range(3)}
     next_version, num_whole = 5, 0
     for _ in range(150):
@@ -289,7 +291,7 @@ def test_whatever_others_do_a_groups_drafts_are_those_of_a_fresh_drafter(run_ahe
             pool.pool.step()
             continue
         names = [name for v, name in texts if v == version and chance.random() < 0.8]
-        rows = [row(texts[version, name], chance.choice([0, 1, 3, K, K]), name=name, params=PARAMS) for name in names]
+        rows = [row(texts[version, name], chance.choice([0, 1, 3, k, k]), name=name, params=PARAMS) for name in names]
         if not rows:
             continue
         pool.send(version, rows, runs_ahead=run_ahead and chance.random() < 0.8)
@@ -300,11 +302,13 @@ def test_whatever_others_do_a_groups_drafts_are_those_of_a_fresh_drafter(run_ahe
         if len(pool.replies[version]) < pool.round[version]:
             continue
         for one, draft in zip(rows, pool.drafts(version), strict=True):
-            whole = fresh(one)[0].token_ids
+            whole = fresh(one, num_speculative_tokens=k)[0].token_ids
             assert draft.token_ids == whole[: len(draft.token_ids)]
             num_whole += bool(draft.token_ids)
-            follow = [*whole[: chance.randrange(K + 1)], chance.randrange(2, VOCAB)]
+            follow = [*whole[: chance.randrange(k + 1)], chance.randrange(2, VOCAB)]
             texts[version, one.request.request_id] += follow if chance.random() < 0.7 else whole or [2]
+        for key in chance.sample(sorted(texts), 2):
+            texts[key] += text(12, len(texts[key]))
         held = [block for prefix in pool.pool.cache.prefixes.values() for block in prefix.block_ids]
         assert sorted([*held, *pool.pool.cache.free_blocks]) == list(range(1, num_blocks + 1))
         if chance.random() < 0.1:
@@ -317,6 +321,24 @@ def test_whatever_others_do_a_groups_drafts_are_those_of_a_fresh_drafter(run_ahe
     for version in list(pool.replies):
         pool.pool.leave(version)
     assert sorted(pool.pool.cache.free_blocks) == list(range(1, num_blocks + 1))
+
+
+def test_a_text_that_grew_while_its_pass_ahead_waited_is_computed_whole():
+    """Two groups' passes do not fit together, so one waits; its tokens count as cached, and are not."""
+    pool = Pool(run_ahead=True, num_groups=2, max_num_seqs=3)
+    texts = {name: text(9, seed) for seed, name in enumerate("ab")}
+    for version in (1, 2):
+        pool.send(version, [row(tokens, params=PARAMS, name=name) for name, tokens in texts.items()], runs_ahead=True)
+    waiting = None
+    while waiting is None and pool.pool.step():
+        waiting = next((v for v, lease in pool.pool._leases.items() if lease.ahead._next_pass is not None), None)
+    grown = [
+        row([*tokens, *draft.token_ids, *text(12)], params=PARAMS, name=name)
+        for (name, tokens), draft in zip(texts.items(), pool.drafts(waiting), strict=True)
+    ]
+    pool.send(waiting, grown, runs_ahead=True)
+    pool.run()
+    assert pool.drafts(waiting) == fresh(*grown)
 
 
 def test_the_group_with_most_of_a_full_cache_makes_room():

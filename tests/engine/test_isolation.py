@@ -96,7 +96,7 @@ ARRIVALS = st.lists(
 def test_no_request_reads_what_another_salt_computed(num_blocks):
     num_shared = 0
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=60, derandomize=True)
     @given(ARRIVALS)
     def check(arrivals):
         nonlocal num_shared

@@ -257,7 +257,7 @@ def test_the_youngest_with_the_highest_priority_is_preempted():
     assert [sequence.request.request_id for sequence in scheduler.waiting] == ["low 1", "low 2"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc")), min_size=6, max_size=6))
 def test_a_text_depends_on_neither_priority_nor_owner(ranks):
     def texts(ranks):

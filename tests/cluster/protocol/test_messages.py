@@ -72,7 +72,7 @@ REQUESTS = st.one_of(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(REQUESTS)
 def test_a_request_comes_back_the_same(request):
     assert decode_request(encode(request)) == request
@@ -94,7 +94,7 @@ def test_a_reply_comes_back_the_same(reply):
     assert decode_reply(encode(reply)) == reply
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=64))
 def test_other_bytes_are_refused_with_one_exception(payload):
     for decode in (decode_request, decode_reply):
@@ -102,7 +102,7 @@ def test_other_bytes_are_refused_with_one_exception(payload):
             decode(payload)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(REQUESTS, st.integers(0, 40), st.integers(0, 255))
 def test_a_flipped_byte_never_raises_anything_else(request, place, byte):
     payload = bytearray(encode(request))

@@ -96,7 +96,7 @@ def test_no_request_is_an_internal_error_or_a_hang(config: AppConfig, grammars: 
 
         rig, client = portal.call(start)
 
-        @settings(max_examples=NUM_REQUESTS, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=NUM_REQUESTS, suppress_health_check=list(HealthCheck))
         @given(request=requests)
         def send(request: tuple[str, dict[str, Any]]) -> None:
             response = portal.call(post, client, *request)

@@ -3,7 +3,7 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -34,7 +34,6 @@ async def chat(encoder: PromptEncoder, *texts: str) -> list[int]:
     return await encoder.encode_chat(conversation(*texts), 100 * ROOM)
 
 
-@settings(deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES), min_size=1).map("".join))
 def test_a_prompt_never_holds_a_special_token(encoder: PromptEncoder, text: str) -> None:
     assert not SPECIAL & set(asyncio.run(encoder.encode(text, ROOM)))
@@ -48,7 +47,6 @@ async def test_a_harmless_conversation_is_encoded_as_the_template_says(
     assert await chat(encoder, " hi ", "hello") == expected
 
 
-@settings(deadline=None)
 @given(texts=st.lists(st.lists(st.sampled_from(PIECES)).map("".join), min_size=1, max_size=3))
 def test_only_the_template_writes_special_tokens(encoder: PromptEncoder, texts: list[str]) -> None:
     ids = asyncio.run(chat(encoder, *texts))
@@ -82,7 +80,6 @@ async def test_a_long_text_and_its_ids_come_back(encoder: PromptEncoder, tokeniz
     assert await encoder.decode_each(ids) == encoder.token_texts(ids) == list(LONG)
 
 
-@settings(deadline=None)
 @given(
     token_ids=st.lists(st.sampled_from([*range(256), *SPECIAL]) | st.sampled_from([*SPECIAL, 0xE2, 97]), max_size=40)
 )

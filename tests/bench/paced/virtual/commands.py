@@ -4,6 +4,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -16,8 +17,15 @@ from tests.bench import paced_device
 from tests.bench.compare import write
 from tests.bench.paced.group import Models
 from tests.bench.paced.light_pair import make_light_pair
-from tests.bench.paced.virtual.measures import Bench, Lead, hidden, lead, pools
-from tests.bench.paced.virtual.report import draw_hidden, draw_pools, show_hidden, show_leads, show_pools
+from tests.bench.paced.virtual.measures import Bench, Lead, hidden, lead, pools, time_arm
+from tests.bench.paced.virtual.report import (
+    draw_calibration,
+    draw_hidden,
+    draw_pools,
+    show_hidden,
+    show_leads,
+    show_pools,
+)
 from tests.bench.workload import read_prompts
 
 T = TypeVar("T")
@@ -87,6 +95,16 @@ def _mixed(options: Namespace, bench: Bench, console: Console, plots: Path) -> l
     return [*leads]
 
 
+def _calibration(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+    """What the bundled draft's confidences promise, calibrated while it drafts, and what the bundled target accepts."""
+    paths = str(BUNDLED_TARGET), str(BUNDLED_DRAFT)
+    ours = replace(bench, models=Models.load(*paths), prompts=read_prompts(paths[0]), k=MIXED_K)
+    heats = (0.0, 0.7, 1.0)
+    found = list(_said((time_arm(ours, options.pairs[0], "adaptive", 16, [heat])[0] for heat in heats), console))
+    draw_calibration(found, plots / "calibration.png")
+    return [*found]
+
+
 def _pool(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
     places = pools(bench, options.pairs[0], options.rows[0], options.temperature, options.groups, options.pool_arm)
     found = list(_said(places, console))
@@ -106,5 +124,6 @@ PARTS: Mapping[str, Callable[[Namespace, Bench, Console, Path], list[object]]] =
     "hidden": _hidden,
     "adaptive": _adaptive,
     "mixed": _mixed,
+    "calibration": _calibration,
     "pool": _pool,
 }

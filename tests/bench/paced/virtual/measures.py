@@ -8,6 +8,7 @@ from statistics import mean, stdev
 
 from scipy.stats import t as student
 
+from engine.control.survival import Reliability
 from tests.bench.paced.group import Arm, Finish, Models, Stretch, decode
 from tests.bench.paced.roofline import Pair
 from tests.bench.paced.virtual.twin import Place, Twin
@@ -49,6 +50,7 @@ class Timed:
         hit_rate: proposals whose drafts were prepared; None where nobody runs ahead.
         target_busy, draft_busy: the shares of time in which the GPUs of targets, and those of drafts, compute.
         wanted_lengths: rounds by the draft length that was planned.
+        reliability: of the first group's confidences.
     """
 
     pair: str
@@ -66,6 +68,7 @@ class Timed:
     target_busy: float
     draft_busy: float
     wanted_lengths: dict[int, int]
+    reliability: Reliability
 
     @property
     def per_gpu(self) -> float:
@@ -137,6 +140,7 @@ def time_arm(
         target_busy=mean(group.gpus.busy_s / now for group in twin.groups),
         draft_busy=mean(gpu.busy_s / now for gpu in twin.draft_gpus) if twin.draft_gpus else 0.0,
         wanted_lengths=dict(sorted(lengths.items())),
+        reliability=twin.groups[0].engine.planner.survival.reliability,
     )
     return timed, stretches
 

@@ -16,9 +16,11 @@ from tests.bench.paced.virtual.measures import Lead
 def test_parts_are_measured_printed_drawn_and_written(tmp_path: Path) -> None:
     console, file = Console(file=StringIO(), width=250), tmp_path / "rows.json"
     short = ["--warm", "4", "--num-tokens", "4", "--rows", "2", "--pairs", "h100-8b+h100-1b", "--json", str(file)]
-    options = parse(["twin", "hidden", "pool", *short, "--arms", "speculative", "run-ahead", "--groups", "2"])
+    options = parse(
+        ["twin", "hidden", "pool", "calibration", *short, "--arms", "speculative", "run-ahead", "--groups", "2"]
+    )
     assert twin(options, console, tmp_path) == []
-    in_turn, ahead, pooled, own, beside = json.loads(file.read_text())
+    in_turn, ahead, pooled, own, beside, *calibrated = json.loads(file.read_text())
     assert (in_turn["gain"], ahead["timed"]["arm"]) == (1.0, "run-ahead")
     assert ahead["free_gain"] > 1
     assert ahead["share_of_bound"] == pytest.approx((ahead["gain"] - 1) / (ahead["bound"] - 1))
@@ -27,7 +29,9 @@ def test_parts_are_measured_printed_drawn_and_written(tmp_path: Path) -> None:
         ("own", 4),
         ("beside", 2),
     ]
-    for name in ("hidden.png", "pool.png"):
+    assert [one["temperature"] for one in calibrated] == ["0", "0.7", "1"]
+    assert all(sum(one["reliability"]["counts"]) > 0 for one in calibrated)
+    for name in ("hidden.png", "pool.png", "calibration.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

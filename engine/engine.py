@@ -285,7 +285,7 @@ class Engine:
         proposed = await self.drafter.propose(speculating)
         check_drafts(proposed, speculating, self.vocab_size)
         drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
-        return self.planner.trim(plan, batch, [drafts.get(id(row), NO_DRAFT) for row in batch])
+        return [drafts.get(id(row), NO_DRAFT) for row in batch]
 
     def _release(self, request_id: str) -> None:
         self.drafter.release(request_id)

@@ -27,9 +27,6 @@ class Draft:
     `is_predicted` says that the tokens are a copy of the output that the client predicts.
 
     `num_deferred` tokens are left to the target, which drafts them before it verifies; then the draft holds none.
-
-    `confidences` ([n]) are the drafter's own estimates, per node, that the target accepts it if it accepts its parent.
-    They do not count when drafts are compared: in another batch, a draft's scores differ by rounding.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -38,7 +35,6 @@ class Draft:
     top_probs: list[list[float]] | None = None
     num_deferred: int = 0
     is_predicted: bool = False
-    confidences: list[float] | None = field(default=None, compare=False)
 
     @property
     def is_chain(self) -> bool:

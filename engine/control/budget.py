@@ -10,8 +10,6 @@ from itertools import accumulate
 from operator import neg, truediv
 from typing import NamedTuple
 
-from engine.protocols import Draft
-
 _LEAST = 0.04
 """A token that is less likely to survive is never taken, however cheap its place in a pass seems."""
 
@@ -39,16 +37,3 @@ def best_budget(num_tokens: float, survivals: Sequence[float], seconds: Sequence
     rate = max(rates)
     count = rates.index(rate)
     return Budget(rate, tokens[count], order[:count])
-
-
-def part_of(draft: Draft, nodes: list[int]) -> Draft:
-    """Return a draft with only these nodes, in their order; each one's parent is among them."""
-    if len(nodes) == len(draft.token_ids):
-        return draft
-    places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
-    return Draft(
-        [draft.token_ids[node] for node in nodes],
-        [places[draft.parents[node]] for node in nodes],
-        is_predicted=draft.is_predicted,
-        confidences=None if draft.confidences is None else [draft.confidences[node] for node in nodes],
-    )

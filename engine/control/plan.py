@@ -1,7 +1,6 @@
 """Plan: how many draft tokens each request gets in one round; and how long that round took."""
 
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,7 +34,7 @@ class Plan:
         reason: why this length; `request` if all requests fix theirs, and this is the longest.
         copies: the lengths of drafts that are copies, by request id.
         lengths: the lengths of other drafts, by request id.
-        tried: requests whose drafts are not cut, because they are to be measured.
+        tries_rows: whether requests whose drafts do not pay get a single token in this round.
         overlap: what the drafter does meanwhile.
         num_expected: how many tokens the requests are expected to commit, of those whose lengths are chosen here.
     """
@@ -44,7 +43,7 @@ class Plan:
     reason: Reason = "goodput"
     copies: Mapping[str, int] = field(default_factory=dict)
     lengths: Mapping[str, int] = field(default_factory=dict)
-    tried: AbstractSet[str] = frozenset()
+    tries_rows: bool = False
     overlap: Overlap = "none"
     num_expected: float = 0.0
 

@@ -29,10 +29,6 @@ def draft_problem(draft: Draft, num_requested: int, vocab_size: int) -> str | No
         return f"a token id outside 0 to {vocab_size - 1}"
     if not all(-1 <= parent < node for node, parent in enumerate(draft.parents)):
         return "a parent that does not come before its child"
-    if draft.confidences is not None and len(draft.confidences) != length:
-        return f"{len(draft.confidences)} confidences for {length} tokens"
-    if not all(0 <= confidence <= 1 for confidence in draft.confidences or ()):  # nan is refused, too
-        return "a confidence outside 0 to 1"
     return _row_problem(draft, vocab_size)
 
 

@@ -11,7 +11,7 @@ from cluster.protocol.messages import Drafts, Failure, Pong, PrefixMissing, Prop
 from cluster.remote_drafter import RemoteDrafter
 from cluster.workers.responder import DraftResponder
 from engine.control.stats import PREPARATION, RunAheadStats
-from engine.protocols import NO_DRAFT, Draft, chain
+from engine.protocols import NO_DRAFT, chain
 from tests.cluster.fakes import EchoDrafter, FakeLink, answering, propose_row
 from tests.waiting import wait_for
 
@@ -237,11 +237,3 @@ async def test_an_id_may_be_used_again_after_its_release():
     await side.propose(propose_row("a", [1, 2, 3]))
     side.drafter.release("a")
     assert await side.propose(propose_row("a", [7, 8])) == [[7, 8]]
-
-
-async def test_the_confidences_of_a_draft_reach_the_engine():
-    made = Draft([5, 6], [-1, -1], confidences=[0.75, 0.1])
-    drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
-    drafter.connect(answering(lambda request: Drafts(request.round, request.version, 0.0, [made])))
-    [draft] = await drafter.propose([propose_row("a", [1])])
-    assert (draft.token_ids, draft.confidences) == ([5, 6], [0.75, 0.1])

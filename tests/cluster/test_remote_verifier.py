@@ -13,7 +13,7 @@ from cluster.remote_verifier import RemoteVerifier
 from cluster.workers.responder import TargetResponder
 from engine.control.stats import PREPARATION
 from engine.errors import TargetError
-from engine.protocols import Draft, StateRow, Verdict
+from engine.protocols import StateRow, Verdict
 from tests.cluster.fakes import FakeLink, SumVerifier, answering, verify_row
 from tests.cluster.wire import linked, serving
 
@@ -64,15 +64,6 @@ async def test_every_rank_learns_where_the_states_of_a_row_are():
         await side.verifier.verify([replace(verify_row("a", [1] * length), state=state)])
     for verifier in side.verifiers:
         assert [row.state for (row,) in verifier.seen] == states
-
-
-async def test_confidences_stay_with_the_engine():
-    side, draft = TargetSide(), Draft([5, 6], [-1, 0], [[5], [6]], [[1.0], [1.0]], confidences=[0.75, 0.5])
-    [verdict] = await side.verifier.verify([replace(verify_row("a", [1]), draft=draft)])
-    [[row]] = side.verifiers[0].seen
-    assert row.draft == draft
-    assert row.draft.confidences is None
-    assert verdict.draft is draft
 
 
 async def test_ranks_that_evicted_a_prefix_are_told_again():

@@ -17,19 +17,17 @@ from engine.protocols import Draft, Drafter, PlansCopies, ProposeRow, Request, c
 class Continuation(NamedTuple):
     """Draft tokens, the expected number of accepted ones, and the length of the match before them.
 
-    `is_predicted` says that the client predicted them; `confidences` are as in `Draft`, one per token.
+    `is_predicted` says that the client predicted them.
     """
 
     token_ids: list[int]
     num_expected: float = 0.0
     match_length: int = 0
     is_predicted: bool = False
-    confidences: Sequence[float] = ()
 
     def draft(self, length: int) -> Draft:
         """Return the first `length` tokens as a draft."""
-        draft = chain(self.token_ids[:length])
-        return replace(draft, is_predicted=self.is_predicted, confidences=list(self.confidences[:length]))
+        return replace(chain(self.token_ids[:length]), is_predicted=self.is_predicted)
 
 
 class Copier(Protocol):

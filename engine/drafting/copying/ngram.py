@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.drafting.copying.combined import Continuation
-from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, chain
 
 MAX_MATCH = 32
 """The largest number of a context's tokens that are compared."""
@@ -18,13 +17,6 @@ MAX_WINDOW = 2**15
 """Tokens of a request that are searched, the latest ones."""
 MAX_READ = 1024
 """Tokens that are added to indexes in a round, so that long prompts do not delay it."""
-PRIOR_RATES = (0.3, 0.5, 0.7, 0.85, 0.95)
-"""Acceptance rates after matches of 1 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 tokens or more; see `bucket`."""
-
-
-def bucket(match_length: int) -> int:
-    """Return the index of a match's rate: long matches continue more often than short ones."""
-    return min(max((match_length >> 1).bit_length() - 1, 0), len(PRIOR_RATES) - 1)
 
 
 class Match(NamedTuple):
@@ -124,7 +116,7 @@ class NgramDrafter:
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a chain per row; it is empty where the last tokens did not occur before."""
         self.read([row.request for row in rows])
-        return [self.look_up(row).draft(row.num_draft_tokens) if row.num_draft_tokens else NO_DRAFT for row in rows]
+        return [chain(self._continue(row)) if row.num_draft_tokens else NO_DRAFT for row in rows]
 
     def read(self, requests: Sequence[Request]) -> None:
         """Index the new tokens of some requests, up to `MAX_READ` of them."""
@@ -143,13 +135,11 @@ class NgramDrafter:
         """Forget a request that has ended; unknown ids are ignored."""
         self._texts.pop(request_id, None)
 
-    def look_up(self, row: ProposeRow) -> Continuation:
-        """Return the best continuation of up to `num_draft_tokens` tokens for a row that has been read."""
+    def _continue(self, row: ProposeRow) -> list[int]:
         _, index = self._texts[row.request.request_id]
         matches = index.matches(row.request.token_ids[-MAX_MATCH:])
         if not matches:
-            return Continuation([])
-        latest = max(matches, key=lambda match: match.end)
-        following = (index.token(latest.end + i) for i in range(row.num_draft_tokens))
-        tokens = [token for token in following if token is not None]
-        return Continuation(tokens, confidences=[PRIOR_RATES[bucket(latest.length + i)] for i in range(len(tokens))])
+            return []
+        end = max(match.end for match in matches)
+        tokens = (index.token(end + i) for i in range(row.num_draft_tokens))
+        return [token for token in tokens if token is not None]

@@ -82,9 +82,7 @@ class PredictionCopier:
         limit = LONGEST_COPY if row.request.params.num_speculative_tokens is None else row.num_draft_tokens
         end = place.next + min(limit, 2 * place.num_agreed)
         tokens = list(row.request.predicted_token_ids[place.next : end])
-        # If every token agrees with the same probability, `num_agreed` do before the first that does not.
-        agrees = place.num_agreed / (1 + place.num_agreed)
-        return Continuation(tokens, place.num_agreed, is_predicted=True, confidences=[agrees] * len(tokens))
+        return Continuation(tokens, place.num_agreed, is_predicted=True)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored."""

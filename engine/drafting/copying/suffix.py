@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from engine.control.acceptance import Rate
 from engine.drafting.copying.combined import Continuation
-from engine.drafting.copying.ngram import MAX_MATCH, MAX_READ, PRIOR_RATES, Match, NgramDrafter, TokenIndex, bucket
+from engine.drafting.copying.ngram import MAX_MATCH, MAX_READ, Match, NgramDrafter, TokenIndex
 from engine.protocols import ProposeRow, Request
 
 _MIN_PROB = 0.2
@@ -30,30 +30,36 @@ _MAX_LENGTHS = 4
 """How many lengths of match are tried, longest first."""
 _SEPARATOR = -1
 """Stands between two outputs; no text has this token."""
+_PRIORS = (0.3, 0.5, 0.7, 0.85, 0.95)
+"""Acceptance rates of matches of 1 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 tokens or more, before any was observed."""
 _PRIOR_WEIGHT = 8
 _SKIPS_FORGIVEN = 500
 
 
 class TrackRecord:
-    """Acceptance rates of recent drafts, by length of match."""
+    """Acceptance rates of recent drafts, by length of match: long matches continue more often than short ones."""
 
     def __init__(self) -> None:
-        self._rates = [Rate(prior, _PRIOR_WEIGHT) for prior in PRIOR_RATES]
+        self._rates = [Rate(prior, _PRIOR_WEIGHT) for prior in _PRIORS]
 
     def rate(self, match_length: int) -> float:
         """Return how likely a token is accepted that followed such a match, if all before it were."""
-        return self._rates[bucket(match_length)].value
+        return self._rates[_bucket(match_length)].value
 
     def observe(self, match_length: int, num_draft_tokens: int, num_accepted: int) -> None:
         """Record a verdict. Tokens after the first rejected one were not decided."""
         for i in range(min(num_accepted + 1, num_draft_tokens)):
-            self._rates[bucket(match_length + i)].observe(accepted=i < num_accepted)
+            self._rates[_bucket(match_length + i)].observe(accepted=i < num_accepted)
 
     def observe_skip(self, match_length: int) -> None:
         """Record that a match was not used, so that it is tried again after a while."""
-        index = bucket(match_length)
-        rate = self._rates[index]
-        rate.value += (PRIOR_RATES[index] - rate.value) / _SKIPS_FORGIVEN
+        bucket = _bucket(match_length)
+        rate = self._rates[bucket]
+        rate.value += (_PRIORS[bucket] - rate.value) / _SKIPS_FORGIVEN
+
+
+def _bucket(match_length: int) -> int:
+    return min(max((match_length >> 1).bit_length() - 1, 0), len(_PRIORS) - 1)
 
 
 class SuffixDrafter(NgramDrafter):
@@ -101,6 +107,9 @@ class SuffixDrafter(NgramDrafter):
         self._proposed[request.request_id] = best, len(request.token_ids)
         return best
 
+    def _continue(self, row: ProposeRow) -> list[int]:
+        return self.look_up(row).token_ids
+
     def _observe(self, row: ProposeRow) -> None:
         if row.request.request_id not in self._proposed:
             return
@@ -124,7 +133,7 @@ class SuffixDrafter(NgramDrafter):
 
     def _follow(self, index: TokenIndex, ends: list[int], match_length: int, limit: int) -> Continuation:
         """Follow the most frequent tokens after some matches, the latest among equals."""
-        drafted, chances = list[int](), list[float]()
+        drafted: list[int] = []
         prob, num_expected = 1.0, 0.0
         while len(drafted) < limit:
             followers: dict[int, list[int]] = {}
@@ -135,16 +144,13 @@ class SuffixDrafter(NgramDrafter):
             if not followers:
                 break
             token = max(followers, key=lambda token: len(followers[token]))
-            length, share = match_length + len(drafted), len(followers[token]) / len(ends)
-            prob *= self._record.rate(length) * share
+            prob *= self._record.rate(match_length + len(drafted)) * len(followers[token]) / len(ends)
             if prob < _MIN_PROB:
                 break
             drafted.append(token)
-            # Without the rates that the drafts of other requests have changed.
-            chances.append(PRIOR_RATES[bucket(length)] * share)
             num_expected += prob
             ends = followers[token]
-        return Continuation(drafted, num_expected, match_length, confidences=chances)
+        return Continuation(drafted, num_expected, match_length)
 
     def _read_ended(self, room: int) -> None:
         while self._ended and room > 0:

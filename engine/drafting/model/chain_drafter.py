@@ -8,7 +8,6 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_cache import DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
-from engine.drafting.model.next_tokens import has_confidences
 from engine.drafting.model.token_drawer import Chain, TokenDrawer
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, run_in_process
 
@@ -19,7 +18,7 @@ class ModelDrafter:
     def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
         """Make the draft's KV cache; the configuration's `num_blocks` must be planned."""
         self.cache = make_cache(draft, config)
-        self._drawer = TokenDrawer(draft, self.cache.kv, config, rates=has_confidences(config))
+        self._drawer = TokenDrawer(draft, self.cache.kv, config)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a chain per row; empty if the context or the cache is full."""

@@ -8,18 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
 from engine.protocols import Request
 from engine.sampling.top_tokens import copied
-from engine.verification.rule import rule_of
 
 NUM_CANDIDATES = 10
 """Next tokens that are considered at each position."""
 _PRIOR_SHARPNESS = 3.0
 _STEP = 0.03
 _LARGEST_SURPRISE = 5.0
-LEAST_CONFIDENCE = 0.001
-"""A draft token's acceptance is never taken as less likely, nor its rejection."""
 
 
 class NextTokens(NamedTuple):
@@ -72,35 +68,6 @@ def joined(rows: Sequence[RankedRow]) -> Ranking:
     scores = torch.cat([ranking.scores[indices] for ranking, indices in members])[order]
     ids = [ranking.token_ids[indices] for ranking, indices in members if ranking.token_ids is not None]
     return Ranking(scores, torch.cat(ids)[order] if ids else None)
-
-
-def has_confidences(config: EngineConfig) -> bool:
-    """Return whether drafts have confidences: they are for cutting drafts, if lengths are adaptive.
-
-    Under a rule without shared noise, a draft must not be cut by what was drawn, or the text would get another law.
-    """
-    return config.speculation == "adaptive" and rule_of(config.verification).shares_noise
-
-
-def confidences(best: Tensor, second: Tensor) -> Tensor:
-    """Return how likely the target draws the tokens that have the `best` scores, too, given the `second` best scores.
-
-    It draws with the same noise, so by the margin, [n] each. The sharpness is a constant: their user calibrates them.
-    """
-    likely = torch.sigmoid(_PRIOR_SHARPNESS * (best - second)).nan_to_num(0.0)
-    return likely.clamp(LEAST_CONFIDENCE, 1 - LEAST_CONFIDENCE)
-
-
-def confidences_of(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return the confidences of the best tokens [n] of scores [n, vocab], which are changed meanwhile.
-
-    On a CPU, a second maximum takes an eighth of the time of `topk`.
-    """
-    columns = tokens.unsqueeze(-1)
-    best = scores.gather(-1, columns)
-    second = scores.scatter_(-1, columns, float("-inf")).amax(-1)
-    scores.scatter_(-1, columns, best)
-    return confidences(best.squeeze(-1), second)
 
 
 class Confidence:

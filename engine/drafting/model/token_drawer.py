@@ -4,7 +4,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.next_tokens import RankedRow, Ranking, confidences, confidences_of
+from engine.drafting.model.next_tokens import RankedRow, Ranking
 from engine.execution.backend import ChainBatch
 from engine.execution.batch import ForwardBatch, block_tensor, next_tokens
 from engine.execution.kv_tensors import KVTensors
@@ -39,38 +38,29 @@ class Drawn:
         tokens: [n].
         top: [n, m] ids and [n, m] probabilities that the tokens were sampled from; for rules that need draft rows.
         ranking: one row per token: the tokens that may be committed in its place; for running ahead.
-        confidences: [n], as in `Draft`.
     """
 
     tokens: Tensor
     top: tuple[Tensor, Tensor] | None = None
     ranking: Ranking | None = None
-    confidences: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Chain:
-    """One request's draft tokens as they are drawn; the other lists are per token, or empty."""
+    """One request's draft tokens as they are drawn; `top_ids`, `top_probs` and `rankings` are per token, or empty."""
 
     token_ids: list[int] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     top_probs: list[list[float]] = field(default_factory=list)
     rankings: list[RankedRow] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-
-    @property
-    def per_token(self) -> tuple[list[Any], ...]:
-        """The fields in order."""
-        return self.token_ids, self.top_ids, self.top_probs, self.rankings, self.confidences
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        for values in self.per_token:
-            del values[length:]
+        del self.token_ids[length:], self.top_ids[length:], self.top_probs[length:], self.rankings[length:]
 
     def draft(self) -> Draft:
         """Return a copy of the chain as it is sent to the target."""
-        draft = replace(chain(list(self.token_ids)), confidences=list(self.confidences) or None)
+        draft = chain(list(self.token_ids))
         return replace(draft, top_ids=list(self.top_ids), top_probs=list(self.top_probs)) if self.top_ids else draft
 
 
@@ -80,15 +70,12 @@ def extend(chains: Sequence[Chain], drawn: Sequence[Drawn], rows: Sequence[int],
     tops = [step.top for step in drawn if step.top is not None]
     ids, probs = (torch.stack(steps, 1).tolist() for steps in zip(*tops, strict=True)) if tops else ([], [])
     rankings = [step.ranking for step in drawn if step.ranking is not None]
-    steps = [step.confidences for step in drawn if step.confidences is not None]
-    likely = torch.stack(steps, 1).tolist() if steps else []
     for extended, row, count in zip(chains, rows, counts, strict=True):
         extended.token_ids += tokens[row][:count]
         if tops:
             extended.top_ids += ids[row][:count]
             extended.top_probs += probs[row][:count]
         extended.rankings += [(ranking, row) for ranking in rankings[:count]]
-        extended.confidences += likely[row][:count] if likely else ()
 
 
 def likeliest(shaped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,16 +101,15 @@ class TokenDrawer:
         *,
         ranks: bool = False,
         num_ranked: int | None = None,
-        rates: bool = False,
     ) -> None:
-        """Draw for the rule; `ranks` keeps the `num_ranked` best tokens (None: all), `rates` a draw's confidence."""
+        """Draw for the configuration's rule; `ranks` keeps the `num_ranked` best tokens (None: all) of each draw."""
         self._backend = draft.backend
         self._kv = kv
         self._grammars = draft.grammars
         self.vocab_size = draft.vocab_size
         self._sends_rows = rule_of(config.verification).needs_draft_rows
         self._needs_logits = self._sends_rows or draft.backend.info.vocab_size > draft.vocab_size
-        self._ranks, self._rates = ranks, rates
+        self._ranks = ranks
         self._num_ranked = num_ranked
         can_rank = not ranks or num_ranked is not None
         self._draws_chains = bool(
@@ -136,7 +122,7 @@ class TokenDrawer:
     @property
     def _num_kept(self) -> int:
         """How many possible tokens of each draw are kept."""
-        return min(max(self._num_ranked or 0, 2 * self._rates), self._backend.info.vocab_size)
+        return min(self._num_ranked or 0, self._backend.info.vocab_size)
 
     def release(self, request_id: str) -> None:
         """Forget the grammar of a request that has ended."""
@@ -212,9 +198,8 @@ class TokenDrawer:
         output = self._backend.draw_chain(ChainBatch(first, draws, lengths, self._num_kept, shaping))
         if output is None:
             return []
-        rankings = [Ranking(*ranked) if self._ranks else None for ranked in output[1]]
-        likely = [confidences(*scores[:, :2].unbind(-1)) for scores, _ in output[1]] if self._rates else []
-        return [Drawn(*step) for step in itertools.zip_longest(output[0].unbind(1), [None] * depth, rankings, likely)]
+        rankings = [Ranking(*ranked) for ranked in output[1]]
+        return [Drawn(*step) for step in itertools.zip_longest(output[0].unbind(1), [None] * depth, rankings)]
 
     def plan(
         self, requests: Sequence[Request], depths: Sequence[Sequence[int]], steps: int = 1
@@ -239,15 +224,11 @@ class TokenDrawer:
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch and draw the next draft token of every row."""
-        batch.needs_logits = draws is None or self._ranks or self._rates
+        batch.needs_logits = draws is None or self._ranks
         output = self._backend.run(batch, draws)
         if draws is None:
             return self._draw(output.logits, runs())
-        return self._drawn(output.scores, output.tokens)
-
-    def _drawn(self, scores: Tensor, tokens: Tensor) -> Drawn:
-        """Return the tokens of the highest scores [n, vocab], with what is kept of the scores."""
-        return Drawn(tokens, None, self._ranking(scores), confidences_of(scores, tokens) if self._rates else None)
+        return Drawn(output.tokens, None, self._ranking(output.scores))
 
     def _ranking(self, scores: Tensor) -> Ranking | None:
         """Rank possible tokens by scores [n, vocab]; the token that is committed is likely to have the highest."""
@@ -294,7 +275,7 @@ class TokenDrawer:
         shaped = shape(self.in_target_ids(logits), runs)
         if not self._sends_rows:
             scores = noised(shaped, runs)
-            return self._drawn(scores, scores.argmax(-1))
+            return Drawn(scores.argmax(-1), None, self._ranking(scores))
         ids, top, sparse = likeliest(shaped)
         tokens = draw(sparse, runs, noise.DRAFT_STREAM)
         flags = [run.params.temperature == 0 for run in runs for _ in run.depths]

@@ -12,13 +12,11 @@ the scores that draft and target share, by how reliable scores were in earlier r
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.levelwise import TIP, LevelwiseDrafter, Tree, TreeLevel
-from engine.drafting.model.next_tokens import LEAST_CONFIDENCE as LEAST
-from engine.drafting.model.next_tokens import Confidence, NextTokens, has_confidences
+from engine.drafting.model.next_tokens import Confidence, NextTokens
 from engine.drafting.model.token_drawer import Drawn
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Request
@@ -36,12 +34,8 @@ class BestFirstTree(Tree):
     Others may be computed ahead of the verdict, because any token may follow the last accepted one.
     """
 
-    def __init__(
-        self, base: int, num_nodes: int, width: int, end_ids: Collection[int] = (), *, rates: bool = False
-    ) -> None:
-        """Make an empty tree; its draft has confidences if it `rates` nodes."""
+    def __init__(self, base: int, num_nodes: int, width: int, end_ids: Collection[int] = ()) -> None:
         super().__init__(base, end_ids)
-        self._rates = rates
         self.next_tokens: dict[int, NextTokens] = {}
         """The likeliest tokens after each computed node and the tip."""
         self.num_nodes = num_nodes
@@ -115,12 +109,7 @@ class BestFirstTree(Tree):
 
     def draft(self) -> Draft:
         """Return the best candidates as a draft, best first, so that its first n nodes are the best tree of n nodes."""
-        best = self._best()
-        draft = self._draft_of(best)
-        if not self._rates:
-            return draft
-        chances = (self._probs[node] / self._probs[self.nodes[node].parent] for node in best)
-        return replace(draft, confidences=[min(max(LEAST, chance), 1 - LEAST) for chance in chances])
+        return self._draft_of(self._best())
 
     def _best(self) -> list[int]:
         drafted = (node for node in self._ranked() if self._may_be_drafted[node])
@@ -159,13 +148,11 @@ class TreeDrafter(LevelwiseDrafter[BestFirstTree]):
         """Make the draft's KV cache; `num_children` are added per node, by default as many as a draft may hold."""
         super().__init__(draft, config)
         self._confidence = Confidence()
-        self._rates = has_confidences(config)
         self._num_children = num_children or self.width
 
     def plant(self, request: Request, num_nodes: int) -> BestFirstTree:
         """Return an empty tree for a request, of at most `num_nodes` nodes."""
-        ends = self._drawer.end_ids(request)
-        tree = BestFirstTree(len(request.token_ids), num_nodes, self.width, ends, rates=self._rates)
+        tree = BestFirstTree(len(request.token_ids), num_nodes, self.width, self._drawer.end_ids(request))
         # Many nodes turn out not to be among the best after they were computed.
         self.reserve(request, tree, COMPUTED_PER_NODE * num_nodes)
         return tree

@@ -62,33 +62,22 @@ class DraftContext:
             return None
         return accepted, token_ids[-1]
 
-    def after_cut(self, accepted: int, token: int) -> Chain | None:
-        """Return the rest of a draft of which only `accepted` tokens were verified, if `token` is the next one of it.
-
-        With shared noise, it is what would be drawn now.
-        """
-        if self.chain.token_ids[accepted : accepted + 1] != [token] or accepted + 1 == len(self.chain.token_ids):
-            return None
-        return Chain(*(per_token[accepted + 1 :] for per_token in self.chain.per_token))
-
 
 class VerdictPredictor:
     """Predicts verdicts from the draft's scores; without shared noise, also from recent accepted lengths."""
 
     def __init__(self, num_draft_tokens: int, *, shares_noise: bool) -> None:
         self.accepted = ChainAcceptance(num_draft_tokens)
-        self.shares_noise = shares_noise
+        self._shares_noise = shares_noise
         self._confidence = Confidence()
 
     def learn(self, context: DraftContext, accepted: int, token: int) -> None:
         """Learn from the verdict on a draft: `accepted` tokens, then `token`."""
         drafted = context.chain.token_ids
-        if drafted[accepted : accepted + 1] == [token]:  # the target got the tokens before it only
-            self.accepted.observe(accepted + 1, range(accepted + 1))
-        elif drafted:
+        if drafted:
             self.accepted.observe(len(drafted), range(accepted))
         # Without shared noise, the scores predict only the token after the last accepted one.
-        first = 0 if self.shares_noise else accepted
+        first = 0 if self._shares_noise else accepted
         committed = [*drafted[first:accepted], token]
         for next_tokens, committed_token in zip(context.next_tokens[first : accepted + 1], committed, strict=False):
             self._confidence.learn(context.request, next_tokens, committed_token)
@@ -98,15 +87,13 @@ class VerdictPredictor:
         rows = [row for i, context in enumerate(contexts) for row in (*context.chain.rankings, (tips, i))]
         next_tokens = iter(joined(rows).next_tokens())
         for context in contexts:
-            context.next_tokens += itertools.islice(next_tokens, len(context.chain.rankings) + 1)
-            if len(context.next_tokens) <= len(context.chain.token_ids):  # cut twice before this
-                context.next_tokens = []
+            context.next_tokens = list(itertools.islice(next_tokens, len(context.chain.token_ids) + 1))
             context.chain.rankings.clear()
 
     def predict(self, context: DraftContext, count: int, end_ids: Collection[int]) -> list[Verdict]:
         """Return the likeliest verdicts on a draft, at most `count`, best first, without those that end the text."""
         drafted = context.chain.token_ids
-        lengths = None if self.shares_noise else self.accepted.length_probabilities(len(drafted))
+        lengths = None if self._shares_noise else self.accepted.length_probabilities(len(drafted))
         verdicts: list[tuple[float, Verdict]] = []
         reached = 1.0
         for accepted, (token_ids, scores) in enumerate(context.next_tokens):

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import complete_chains
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
-from engine.drafting.model.next_tokens import NUM_CANDIDATES, NextTokens, has_confidences
+from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer
 from engine.drafting.run_ahead.branches import Branches, DraftContext, Verdict, VerdictPredictor
 from engine.drafting.run_ahead.passes import WIDTHS, Pass, PassesAhead, Work
@@ -46,8 +46,6 @@ class _Answer:
     branch: tuple[DraftContext, int] | None = None
     """The index of the branch for that verdict; None if there is none, and no draft."""
     chain: Chain = field(default_factory=Chain)
-    next_tokens: list[NextTokens] = field(default_factory=list)
-    """The likeliest tokens at the first places of the chain, as far as they are known."""
 
     @property
     def num_missing(self) -> int:
@@ -68,8 +66,7 @@ class RunAheadDrafter(PassesAhead):
         num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * draft.vocab_size
         is_late = draft.backend.device.type == "cpu" and num_scores * torch.float32.itemsize <= _MAX_SCORES_BYTES
         num_ranked = None if is_late else NUM_CANDIDATES
-        rates = has_confidences(config)
-        self._drawer = TokenDrawer(draft, self.cache.kv, config, ranks=True, num_ranked=num_ranked, rates=rates)
+        self._drawer = TokenDrawer(draft, self.cache.kv, config, ranks=True, num_ranked=num_ranked)
         self._predictor = VerdictPredictor(self._depth, shares_noise=rule_of(config.verification).shares_noise)
         self._contexts: dict[str, DraftContext] = {}
         self._branches: Branches | None = None
@@ -141,12 +138,6 @@ class RunAheadDrafter(PassesAhead):
         if answer.verdict is None:
             return "stale"
         context, verdict = answer.verdict
-        if self._predictor.shares_noise and (rest := context.after_cut(*verdict)):
-            answer.chain = rest
-            rest.cut(answer.row.num_draft_tokens)
-            first = verdict[0] + 1
-            answer.next_tokens = context.next_tokens[first : first + len(rest.token_ids)]
-            return None
         if self._branches is None or not self._branches.num_computed or not context.verdicts:
             return "unprepared"
         if verdict not in context.verdicts:
@@ -198,10 +189,10 @@ class RunAheadDrafter(PassesAhead):
         if not self.runs_ahead:
             return
         self._depth = max((answer.row.num_draft_tokens for answer in answers), default=0) or self._depth
-        by_name = {answer.row.request.request_id: answer for answer in answers}
+        requests = [answer.row.request for answer in answers]
         self._contexts = {
-            name: DraftContext(answer.row.request, answer.chain, self.cache.prefixes[name], answer.next_tokens)
-            for name, answer in by_name.items()
+            request.request_id: DraftContext(request, answer.chain, self.cache.prefixes[request.request_id])
+            for request, answer in zip(requests, answers, strict=True)
         }
         self._work = self._grow(list(self._contexts.values()))
 

@@ -24,7 +24,6 @@ def test_a_valid_draft_passes(draft):
         (chain([1, 2, 3, 4]), "4 tokens, at most 3 requested"),
         (Draft(num_deferred=2), "left to the target"),
         (Draft([4], [-1], [[4, 5]], [[0.7, 0.7]]), "sum to 1.4"),
-        (Draft([4], [-1], confidences=[float("inf")]), "confidence"),
     ],
 )
 def test_a_malformed_draft_is_refused_with_its_request_and_its_reason(draft, message):

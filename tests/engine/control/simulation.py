@@ -1,8 +1,6 @@
 """Rounds in virtual time: a planner over rooflines, requests with acceptance of their own, noise and drift."""
 
-import itertools
 import math
-import operator
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +10,7 @@ from engine.control.plan import RoundSeconds
 from engine.control.planner import Planner
 from engine.control.survival import Prior
 from engine.params import SamplingParams
-from engine.protocols import Draft, NoDrafter, Request, ScheduledRow, Verdict
+from engine.protocols import NoDrafter, Request, ScheduledRow, Verdict, chain
 from tests.bench.paced.roofline import Pair, Work
 
 LARGE, SMALL = Pair.of("h100x4-70b+h100-1b"), Pair.of("h100-8b+h100-1b")
@@ -32,23 +30,12 @@ class Row:
 
     Attributes:
         rate: the mean probability that a draft token is accepted after accepted ones.
-        spread: standard deviation of its log-odds between tokens, which the drafter's confidence tells.
-        bias: what the drafter adds to these log-odds, which it should not.
         is_copy: its drafts are copies, which take no pass of the draft.
     """
 
     rate: float
-    spread: float = 0.0
-    bias: float = 0.0
     params: SamplingParams = field(default_factory=SamplingParams)
-    is_confident: bool = True
     is_copy: bool = False
-
-    def draft(self, chance, length):
-        """True acceptance per token, and what the drafter says."""
-        odds = [math.log(self.rate / (1 - self.rate)) + chance.gauss(0, self.spread) for _ in range(length)]
-        rates = [1 / (1 + math.exp(-x)) for x in odds]
-        return rates, [1 / (1 + math.exp(-x - self.bias)) for x in odds] if self.is_confident else None
 
 
 class Copier(NoDrafter):
@@ -102,7 +89,7 @@ class Simulation:
 
     def reset(self):
         self.tokens = self.seconds = 0.0
-        self.lengths, self.verified, self.modes, self.reasons = Counter(), Counter(), Counter(), Counter()
+        self.lengths, self.modes, self.reasons = Counter(), Counter(), Counter()
         self.by_row = Counter()
         self.plan_s = []
 
@@ -129,29 +116,21 @@ class Simulation:
         requests = [self.rows[name][1] for name in names]
         plan = planner.plan(requests, has_prompts=False)
         batch = [ScheduledRow(request, plan.length_of(request), 1, 1, []) for request in requests]
-        truths, drafts = [], []
-        for name, row in zip(names, batch, strict=True):
-            rates, sure = self.rows[name][0].draft(chance, row.num_draft_tokens)
-            truths.append(rates)
-            length = len(rates)
-            drafts.append(Draft([7] * length, list(range(-1, length - 1)), confidences=sure))
-            self.lengths[name] += length
+        drafts = [chain([7] * row.num_draft_tokens) for row in batch]
         drafted = [
             row.num_draft_tokens for name, row in zip(names, batch, strict=True) if not self.rows[name][0].is_copy
         ]
         depth = max(drafted, default=0)
-        if any(row.num_draft_tokens for row in batch):
-            drafts = planner.trim(plan, batch, drafts)
         num_tokens = len(batch) + sum(len(draft.token_ids) for draft in drafts)
         verdicts = []
-        for name, rates, draft in zip(names, truths, drafts, strict=True):
-            length = len(draft.token_ids)
-            accepted = next((i for i in range(length) if chance.random() > rates[i]), length)
+        for name, draft in zip(names, drafts, strict=True):
+            length, rate = len(draft.token_ids), self.rows[name][0].rate
+            accepted = next((i for i in range(length) if chance.random() > rate), length)
             verdicts.append(Verdict([5] * (accepted + 1), list(range(accepted)), draft=draft))
-            expected = sum(itertools.accumulate(rates[:length], initial=1.0, func=operator.mul))
+            expected = sum(rate**i for i in range(length + 1))
             self.tokens += expected
             self.by_row[name] += expected
-            self.verified[name] += length
+            self.lengths[name] += length
         slow = 1.5 if self.drift and self.num_rounds // 400 % 2 else 1.0
         slow *= math.exp(chance.gauss(0, self.noise))
         verify_s = self.verify_s(len(batch), num_tokens)

@@ -1,9 +1,8 @@
-"""Which draft tokens are taken, and how drafts are cut to them."""
+"""Which draft tokens are taken."""
 
 import pytest
 
-from engine.control.budget import best_budget, part_of
-from engine.protocols import Draft
+from engine.control.budget import best_budget
 
 
 def test_tokens_are_taken_while_one_more_raises_goodput():
@@ -21,16 +20,3 @@ def test_of_equal_tokens_the_first_are_taken_and_unlikely_ones_never():
     budget = best_budget(1.0, [0.5, 0.9, 0.5, 0.5, 0.01], [1.0, 1.0, 1.0, 1.3, 1.5, 1.5])
     assert budget.chosen == [1, 0]
     assert best_budget(1.0, [0.03, 0.5, 0.039], [1.0] * 4).chosen == [1]
-
-
-def test_a_chain_keeps_its_first_tokens_with_their_confidences():
-    draft = Draft([5, 6, 7], [-1, 0, 1], confidences=[0.9, 0.5, 0.9], is_predicted=True)
-    assert part_of(draft, [0]) == Draft([5], [-1], is_predicted=True)
-    assert part_of(draft, [0, 1]).confidences == [0.9, 0.5]
-    assert part_of(draft, [0, 1, 2]) is draft
-
-
-def test_a_tree_keeps_nodes_with_their_parents():
-    """Two children of the tip; the first one's child goes, the second one's stays."""
-    draft = Draft([5, 6, 7, 8], [-1, -1, 0, 1])
-    assert part_of(draft, [0, 1, 3]) == Draft([5, 6, 8], [-1, -1, 1])

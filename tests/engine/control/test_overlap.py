@@ -27,7 +27,7 @@ GAINS = [0.7, 0.49, 0.34, 0.24]
 )
 def test_the_overlap_that_pays_most_is_found(pair, num_rows, best):
     """Of verdicts, a drafter that runs ahead foresees 95 %; one that was not foreseen makes the round wait."""
-    rows = [Row(0.75, is_confident=False) for _ in range(num_rows)]
+    rows = [Row(0.75) for _ in range(num_rows)]
     simulation = Simulation(pair, rows, remote=Remote(ALL, "none"), hits=0.95, drift=True)
     simulation.run(250 if num_rows < 200 else 60)
     simulation.reset()

@@ -11,7 +11,7 @@ from engine.control.planner import Planner
 from engine.control.survival import Prior
 from engine.laws import p_value
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft, NoDrafter, Request, ScheduledRow, Verdict, chain
+from engine.protocols import NoDrafter, Request, ScheduledRow, Verdict, chain
 from tests.engine.control.simulation import LARGE, SMALL, Row, Simulation, uniform_rate
 from tests.engine.running import chains, drafters, make_engine, run
 from tests.engine.test_exactness import TARGET, UNLIKE, joint_law
@@ -77,9 +77,8 @@ def test_configured_lengths_stay(mode, most):
     for _ in range(300):
         plan = control.plan([asked], has_prompts=False)
         lengths.add((plan.length_of(asked), plan.reason))
-        draft = Draft([7] * most, list(range(-1, most - 1)), confidences=[0.01] * most)
-        assert control.trim(plan, [row(asked, most)], [draft]) == [draft]
-        control.observe(plan, [row(asked, most)], [Verdict([5], draft=draft)], RoundSeconds(1.0, 0.5, 0.5))
+        verdict = Verdict([5], draft=chain([7] * most))
+        control.observe(plan, [row(asked, most)], [verdict], RoundSeconds(1.0, 0.5, 0.5))
     assert lengths == {(most, mode)}
 
 
@@ -99,7 +98,7 @@ def test_configured_lengths_stay(mode, most):
 )
 def test_adaptive_is_never_much_below_the_better_of_off_and_the_best_fixed_length(pair, num_rows, rate, drift):
     """After 200 rounds, a minute or less; 10 % noise, and with drift, a machine that is half as slow again by turns."""
-    simulation = Simulation(pair, [Row(rate, is_confident=False) for _ in range(num_rows)], drift=drift)
+    simulation = Simulation(pair, [Row(rate) for _ in range(num_rows)], drift=drift)
     simulation.run(200)
     simulation.reset()
     made = simulation.run(400)
@@ -107,10 +106,10 @@ def test_adaptive_is_never_much_below_the_better_of_off_and_the_best_fixed_lengt
 
 
 def test_the_draft_length_follows_the_load_and_comes_back():
-    simulation = Simulation(LARGE, [Row(0.6, is_confident=False)])
+    simulation = Simulation(LARGE, [Row(0.6)])
     means = []
     for num_rows in (1, 256, 1):
-        simulation.resize(num_rows, Row(0.6, is_confident=False))
+        simulation.resize(num_rows, Row(0.6))
         simulation.run(60)
         simulation.reset()
         simulation.run(40)
@@ -124,19 +123,19 @@ def test_the_draft_length_follows_the_load_and_comes_back():
 def test_drafts_that_were_rejected_long_ago_do_not_keep_those_of_others_off(seed):
     simulation = Simulation(LARGE, [], seed=seed)
     for nth in range(20):
-        simulation.replace({f"bad{nth}": Row(0.01, is_confident=False)})
+        simulation.replace({f"bad{nth}": Row(0.01)})
         simulation.run(100)
     assert simulation.reasons["goodput", 0] > 1500
     for nth in range(10):
         if nth == 2:
             simulation.reset()
-        simulation.replace({f"good{nth}": Row(0.8, is_confident=False)})
+        simulation.replace({f"good{nth}": Row(0.8)})
         simulation.run(100)
     assert simulation.tokens / simulation.seconds > 0.9 * max(uniform_rate(LARGE, 1, 0.8, k) for k in range(9))
 
 
 def test_rows_that_never_pay_get_none_and_cost_nothing_but_are_tried():
-    rows = [Row(0.9 if i % 2 else 0.01, is_confident=False, params=GREEDY) for i in range(16)]
+    rows = [Row(0.9 if i % 2 else 0.01, params=GREEDY) for i in range(16)]
     simulation = Simulation(SMALL, rows)
     simulation.run(200)
     simulation.reset()
@@ -147,24 +146,24 @@ def test_rows_that_never_pay_get_none_and_cost_nothing_but_are_tried():
 
 
 def test_one_clients_hopeless_requests_do_not_change_the_lengths_of_another():
-    """Four requests beside a client's flood of the same kind, whose drafts seem sure, or which allows none."""
+    """Four requests beside a client's flood of the same kind, which is hopeless, or allows no drafts."""
 
     def lengths(others):
-        rows = {f"b{i}": Row(0.8, 1.0, params=GREEDY) for i in range(4)}
+        rows = {f"b{i}": Row(0.8, params=GREEDY) for i in range(4)}
         simulation = Simulation(LARGE, [], seed=2)
         for nth in range(6):
             simulation.replace(rows | {f"a{nth}-{i}": others for i in range(4)})
             simulation.run(80)
-        return sum(simulation.verified[name] for name in rows)
+        return sum(simulation.lengths[name] for name in rows)
 
     none = Row(0.8, params=SamplingParams(temperature=0.0, num_speculative_tokens=0))
-    assert lengths(Row(0.02, 1.0, bias=6.0, params=GREEDY)) == pytest.approx(lengths(none), rel=0.15)
+    assert lengths(Row(0.02, params=GREEDY)) == pytest.approx(lengths(none), rel=0.15)
 
 
 def test_a_mixed_load_is_faster_than_with_one_length_for_all():
     """Half the rows copy, which takes no pass of the draft; the others are prose of which few tokens are accepted."""
-    copying = {f"r{i}": Row(0.95, is_confident=False, is_copy=True) for i in range(8)}
-    prose = {f"p{i}": Row(0.3, is_confident=False) for i in range(8)}
+    copying = {f"r{i}": Row(0.95, is_copy=True) for i in range(8)}
+    prose = {f"p{i}": Row(0.3) for i in range(8)}
     simulation = Simulation(LARGE, [], k=16)
     simulation.replace(copying | prose)
     simulation.run(200)
@@ -179,17 +178,6 @@ def uniform_tokens(rate, k):
     return sum(rate**i for i in range(k + 1))
 
 
-def test_cutting_by_confidences_verifies_less_and_loses_nothing():
-    made = []
-    for is_confident in (False, True):
-        simulation = Simulation(LARGE, [Row(0.6, 2.0, is_confident=is_confident) for _ in range(128)])
-        simulation.run(60)
-        simulation.reset()
-        made.append((simulation.run(40), sum(simulation.verified.values()) / sum(simulation.lengths.values())))
-    assert made[1][0] > 0.97 * made[0][0]
-    assert made[1][1] < made[0][1] == 1
-
-
 def trained(num_rows=2):
     """A planner that knows a machine whose passes take as long as four tokens and those in it; drafting is free."""
     control = planner()
@@ -197,7 +185,7 @@ def trained(num_rows=2):
     for nth in range(200):
         plan = control.plan(asked, has_prompts=False)
         lengths = [nth % 5] * num_rows
-        drafts = [Draft([7] * n, list(range(-1, n - 1)), confidences=[0.5] * n) for n in lengths]
+        drafts = [chain([7] * n) for n in lengths]
         kept = [n // 2 for n in lengths]
         verdicts = [Verdict([5] * (1 + a), list(range(a)), draft=d) for a, d in zip(kept, drafts, strict=True)]
         seconds = 1e-3 * (4 + num_rows + sum(lengths))
@@ -206,36 +194,14 @@ def trained(num_rows=2):
     return control, asked
 
 
-def test_drafts_are_cut_by_their_confidences():
-    control, asked = trained()
-    sure, unsure = (Draft([7, 7], [-1, 0], confidences=[rate] * 2) for rate in (0.999, 0.001))
-    batch = [row(one, 2) for one in asked]
-    first, second = control.trim(Plan(2), batch, [sure, unsure])
-    assert len(first.token_ids) >= 1
-    assert second.token_ids == []
-    assert control.trim(Plan(2, tried={"r1"}), batch, [sure, unsure])[1] is unsure
-
-
 def test_prompts_and_drafts_share_one_budget():
     """A prompt makes the round longer, so that more draft tokens are worth their own time."""
     control, asked = trained()
-    draft = Draft([7, 7], [-1, 0], confidences=[0.5, 0.3])
-    alone = control.trim(Plan(2), [row(asked[0], 2)], [draft])[0]
+    alone = control.plan(asked, has_prompts=False)
     prompt = ScheduledRow(Request("p", [1] * 60, 60, SamplingParams()), 0, 0, 50, [])
-    beside = control.trim(Plan(2), [row(asked[0], 2), prompt], [draft, NO_DRAFT])[0]
-    assert len(beside.token_ids) > len(alone.token_ids)
-
-
-def test_what_was_drawn_does_not_cut_drafts_whose_rule_assumes_that_it_does_not():
-    control, asked = trained()
-    sampled = Draft([7, 7], [-1, 0], [[7], [7]], [[1.0], [1.0]], confidences=[0.001] * 2)
-    assert control.trim(Plan(2), [row(asked[0], 2)], [sampled])[0] is sampled
-
-
-def test_a_fixed_length_is_not_cut():
-    control, _ = trained()
-    fixed = Draft([7, 7], [-1, 0], confidences=[0.001] * 2)
-    assert control.trim(Plan(2), [row(request("f", 2, fixed=True), 2)], [fixed])[0] is fixed
+    control.observe(Plan(0), [prompt], [Verdict()], RoundSeconds(0.054, 0.0, 0.054))
+    beside = control.plan(asked, has_prompts=True)
+    assert sum(beside.lengths.values()) > sum(alone.lengths.values())
 
 
 def test_no_trial_starts_while_prompts_are_computed():

@@ -96,7 +96,7 @@ def _mixed(options: Namespace, bench: Bench, console: Console, plots: Path) -> l
 
 
 def _calibration(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
-    """What the bundled draft's confidences promise, calibrated while it drafts, and what the bundled target accepts."""
+    """How many tokens the planner expects to be accepted of the bundled draft's, and how many are."""
     paths = str(BUNDLED_TARGET), str(BUNDLED_DRAFT)
     ours = replace(bench, models=Models.load(*paths), prompts=read_prompts(paths[0]), k=MIXED_K)
     heats = (0.0, 0.7, 1.0)

@@ -90,17 +90,17 @@ def draw_hidden(found: Sequence[Hidden], png: Path) -> None:
 
 @rc_context(STYLE)
 def draw_calibration(found: Sequence[Timed], png: Path) -> None:
-    """Draw how many draft tokens were accepted over how many their confidences promised, by bins of at least 20."""
+    """Draw how many draft tokens were accepted over how many the planner expected, by bins of at least 20."""
     picture = Figure(figsize=(3.4, 3.0), layout="constrained")
     axes = picture.subplots()
     axes.plot([0, 1], [0, 1], ":", color=INK)
     for timed, colour in zip(found, COLOURS, strict=False):
         one = timed.reliability
         bins = [b for b in zip(one.predicted, one.accepted, one.counts, strict=True) if b[2] >= 20]
-        promised, kept = ([b[i] / b[2] for b in bins] for i in (0, 1))
+        expected, kept = ([b[i] / b[2] for b in bins] for i in (0, 1))
         label = f"T = {timed.temperature}: {sum(one.counts)} tokens, error {one.error:.3f}"
-        axes.plot(promised, kept, "o-", color=colour, label=label)
-    axes.set(xlabel="promised acceptance", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
+        axes.plot(expected, kept, "o-", color=colour, label=label)
+    axes.set(xlabel="expected acceptance", ylabel="accepted", xlim=(0, 1), ylim=(0, 1))
     axes.grid()
     axes.legend(fontsize="small")
     save(picture, png)

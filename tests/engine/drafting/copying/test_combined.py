@@ -102,9 +102,7 @@ def test_a_copy_is_cut_to_what_the_round_has_room_for():
     drafter, _ = make()
     wide = row("a", TOKENS, TOKENS[:40])
     drafter.plan_copies([wide], {"a": sum(GAINS[:2])})
-    [draft] = run_in_process(drafter.propose([ProposeRow(wide.request, 3)]))
-    assert draft == chain(TOKENS[40:43])
-    assert draft.confidences == [0.95] * 3
+    assert run_in_process(drafter.propose([ProposeRow(wide.request, 3)])) == [chain(TOKENS[40:43])]
 
 
 def test_a_model_that_is_always_wrong_is_replaced_by_shorter_matches():
@@ -132,16 +130,16 @@ def test_the_engine_copies_at_full_length_while_no_chain_pays_and_learns_nothing
         clock=itertools.count(0.0, 0.001).__next__,  # every round takes as long
     )
     survival, learned = engine.planner.survival, []
-    before, observe = survival.before, survival.observe
+    chances, observe = survival.chances, survival.observe
 
     def is_copy(history):
         return any(copies and history is other for (_, copies), other in survival._histories.items())
 
-    def record(history, draft, path, **options):
+    def record(history, draft, path):
         learned.append(is_copy(history))
-        observe(history, draft, path, **options)
+        observe(history, draft, path)
 
-    survival.before = lambda history, length: before(history, length) if is_copy(history) else [0.0] * length
+    survival.chances = lambda history, length: chances(history, length) if is_copy(history) else [0.0] * length
     survival.observe = record
     prompt = [*range(40), *range(40)]
     tokens = run(engine, [(prompt, SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))])["0"]

@@ -130,9 +130,3 @@ def test_what_left_the_window_is_forgotten():
     index.extend([22, 23])
     assert index.matches([1, 2]) == []
     assert index.tail(100) == [2, 3, *range(10, 24)]
-
-
-def test_tokens_after_longer_matches_are_surer():
-    [draft] = propose(NgramDrafter(), (request("a", [*range(10, 30), *range(10, 13)]), 9))
-    assert draft.token_ids == list(range(13, 22))
-    assert draft.confidences == [0.3, *[0.5] * 4, *[0.7] * 4]

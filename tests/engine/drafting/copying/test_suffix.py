@@ -154,14 +154,3 @@ def test_a_length_that_is_not_drafted_from_any_more_is_tried_again_after_a_while
     for _ in range(1000):
         record.observe_skip(2)
     assert record.rate(2) > 0.2
-
-
-def test_a_token_is_as_sure_as_its_match_is_long_times_its_share_whatever_others_drafts_came_to():
-    often, once = [*LONG[:8], 1, 3], [*LONG[:8], 2, 3]
-    drafter = SuffixDrafter()
-    for i in range(20):  # drafts that are never right
-        propose(drafter, request(f"{i}", [1, 2, 3, 4, 1, 2]), count=1)
-        propose(drafter, request(f"{i}", [1, 2, 3, 4, 1, 2, 9]), count=1)
-    [draft] = propose(drafter, request("a", [*often, *often, *often, *once], LONG[:8]), count=2)
-    assert draft.token_ids == [1, 3]
-    assert draft.confidences == [0.7 * 3 / 4, 0.7]

@@ -6,15 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.drafting.model.next_tokens import (
-    Confidence,
-    NextTokens,
-    Ranking,
-    confidences_of,
-    has_confidences,
-    joined,
-)
+from engine.drafting.model.next_tokens import Confidence, NextTokens, Ranking, joined
 from engine.params import SamplingParams
 from engine.protocols import Request
 
@@ -53,26 +45,3 @@ def test_joined_rankings_keep_the_order_of_their_rows():
     assert together.scores.tolist() == [[6, 4], [7, 9], [1, 3]]
     assert together.top(1)[1].tolist() == [[4], [2], [8]]
     assert joined([(Ranking(torch.ones(1, 3)), 0)]).token_ids is None
-
-
-def test_a_token_is_the_surer_the_farther_the_others_are_behind():
-    inf = float("inf")
-    rows = [[1.0, 3.0, 2.0, 2.5], [4.0, 4.0, -inf, 0.0], [9.0, 0.0, 0.0, 0.0], [-inf, 1.0, -inf, -inf], [-inf] * 4]
-    scores = torch.tensor(rows)
-    found = confidences_of(scores, scores.argmax(-1)).tolist()
-    assert found == pytest.approx([1 / (1 + math.exp(-3 * 0.5)), 0.5, 0.999, 0.999, 0.001])
-    assert scores.tolist() == rows, "others read them afterwards"
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, True),
-        ({"speculation": "fixed"}, False),
-        ({"speculation": "off"}, False),
-        ({"verification": "rejection"}, False),
-        ({"verification": "block"}, False),
-    ],
-)
-def test_drafts_have_confidences_only_where_they_may_be_cut_by_them(settings, expected):
-    assert has_confidences(EngineConfig(**settings)) == expected

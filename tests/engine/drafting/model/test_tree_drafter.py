@@ -338,18 +338,3 @@ def test_children_beyond_the_width_are_computed_ahead_but_drafted_only_where_the
     tree.cut(unlikely)
     assert paths_of(tree.draft())[:2] == [(8,), (8, 8)]
     assert tree.expected > 2
-
-
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_a_node_is_as_sure_as_its_scores_share_among_its_siblings(params):
-    """Given its parent; without them, the trees are the same."""
-    (draft,) = propose(TreeDrafter(DraftModel(MODEL), CONFIG), row([5, 9, 4, 2], 12, params=params))
-    before = paths(draft)
-    for token, parent, confidence in zip(draft.token_ids, draft.parents, draft.confidences, strict=True):
-        scores, ids = scores_after(MODEL, [5, 9, 4, 2], before[parent + 1], params).topk(10)
-        expected = (3 * scores).softmax(-1)[ids == token].clamp(0.001, 0.999)
-        assert confidence == pytest.approx(float(expected), abs=1e-4)
-    fixed = replace(CONFIG, speculation="fixed")
-    (other,) = propose(TreeDrafter(DraftModel(MODEL), fixed), row([5, 9, 4, 2], 12, params=params))
-    assert other == draft
-    assert other.confidences is None

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafting.model import next_tokens
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
@@ -197,57 +196,6 @@ def test_rows_that_hit_do_not_wait_for_one_that_misses(monkeypatch):
     for text in texts.values():
         text.append(7)
     assert propose(drafter, *rows()) == propose(ModelDrafter(DraftModel(MODEL), config()), *rows())
-
-
-@pytest.mark.parametrize("num_steps", [0, 100])
-def test_what_the_planner_cut_off_a_draft_is_the_next_one(num_steps):
-    """Only shorter drafts are verified; the verdict ends with a token of the draft that was made."""
-    model = Counting(MODEL)
-    drafter, text = RunAheadDrafter(DraftModel(model), config(), clock=lambda: 0.0), [5, 9, 4]
-    for _ in range(6):
-        (draft,) = propose(drafter, row(text))
-        assert draft == propose(ModelDrafter(DraftModel(MODEL), config()), row(text))[0]
-        for _ in range(num_steps):
-            drafter.advance()
-        text += draft.token_ids[:2]  # of which the target was sent one
-        model.passes.clear()
-        (draft,) = propose(drafter, row(text, 2))
-        assert model.passes == []
-        fresh = propose(ModelDrafter(DraftModel(MODEL), config()), row(text, 2))[0]
-        assert (draft, draft.confidences) == (fresh, pytest.approx(fresh.confidences))
-        text += [*draft.token_ids, 7]
-    assert drafter.stats.hits >= 6
-    assert drafter._predictor.accepted.gains()[0] > 0.6
-
-
-@pytest.mark.parametrize("num_steps", [0, 100])
-def test_verdicts_on_the_rest_of_a_draft_that_was_cut_are_foreseen_as_on_any_other(num_steps, monkeypatch):
-    monkeypatch.setattr(next_tokens, "_STEP", 0.0)
-    drafter = RunAheadDrafter(DraftModel(MODEL), config(), clock=lambda: 0.0)
-    cut, other = [5, 9, 4], [4, 7]
-    draft, _ = propose(drafter, row(cut), row(other, name="b"))
-    for _ in range(num_steps):
-        drafter.advance()
-    cut += draft.token_ids[:2]
-    other.append(7)
-    fresh = RunAheadDrafter(DraftModel(MODEL), config(), clock=lambda: 0.0)
-    for one in (drafter, fresh):
-        assert len(propose(one, row(cut, 2), row(other, 2, name="b"))[0].token_ids) == 2
-        finish(one)
-    for name, context in fresh._contexts.items():
-        assert drafter._contexts[name].verdicts == context.verdicts
-
-
-def test_what_was_cut_off_a_draft_is_drawn_anew_without_shared_noise():
-    settings = config(verification="rejection")
-    params = SamplingParams(temperature=1.0, seed=5)
-    drafter, text = RunAheadDrafter(DraftModel(MODEL), settings, clock=lambda: 0.0), [5, 9, 4]
-    (draft,) = propose(drafter, row(text, params=params))
-    text += draft.token_ids[:2]
-    assert propose(drafter, row(text, params=params)) == propose(
-        ModelDrafter(DraftModel(MODEL), settings), row(text, params=params)
-    )
-    assert drafter.stats.hits == 0
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_drafts_are_those_of_a_drafter_alone(params, max_rows):
             (draft,) = propose(drafters[number], row(text, K, name=str(number), params=own))
             (fresh,) = propose(ModelDrafter(DraftModel(MODEL), config()), row(text, K, params=own))
             assert draft.token_ids == fresh.token_ids[: len(draft.token_ids)]
-            text += draft.token_ids[: chance.randrange(len(draft.token_ids) + 1)]
-            is_foreseen = chance.random() < 0.7
+            is_foreseen, length = chance.random() < 0.7, len(draft.token_ids)
+            text += draft.token_ids[: length if is_foreseen else chance.randrange(length + 1)]
             text.append(next_token(text, own) if is_foreseen else chance.randrange(2, VOCAB))
         for _ in range(chance.choice([0, 1, 3, 20])):
             settle(drafters)

@@ -198,7 +198,7 @@ def test_the_shape_of_a_chain_holds_its_whole_block_tables(model, recorded):
     drafter, params = drafter_of(recorded), SamplingParams(temperature=0)
     drafter.cache.kv.graphs._widths = [2, 3, 4]
     propose(drafter, [Request("a", [5] * 7, 7, params), Request("b", [6], 1, params)], [2, 2])
-    assert [*chains_of(drafter)] == [ChainShape(Shape(2, 9, 0, 3), 2, num_ranked=2)]  # for the confidences
+    assert [*chains_of(drafter)] == [ChainShape(Shape(2, 9, 0, 3), 2)]
 
 
 def test_no_chain_is_recorded_that_keeps_more_results_of_attention_than_any_pass(recorded, monkeypatch):

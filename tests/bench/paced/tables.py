@@ -99,7 +99,8 @@ AHEAD: tuple[Column, ...] = (
 
 def show(cells: Sequence[PacedCell], pair: str, console: Console) -> None:
     console.print(_table(f"PACED, not a GPU: {pair}", cells, RATES))
-    console.print(_table("A round without prompts, ms; added: beyond the passes that it waits for", cells, ROUND))
+    title = "A round without prompts, ms; added: beyond the passes that it waits for; alternating rounds overlap"
+    console.print(_table(title, cells, ROUND))
     ahead = [cell for cell in cells if cell.gain is not None]
     console.print(_table("Running ahead over speculation; waiting for drafts, ms", ahead, AHEAD))
     busy = [cell for cell in cells if cell.row.cpu_us]

@@ -80,7 +80,11 @@ class Rig:
         transitions[torch.arange(VOCAB_SIZE), (torch.arange(VOCAB_SIZE) * 5 + 7) % 94] = 1.0
         model = MarkovModel(transitions / transitions.sum(-1, keepdim=True), EOS_TOKEN_IDS)
         config = EngineConfig(
-            max_num_seqs=8, max_queued_requests=max_queued_requests, num_blocks=256, max_model_len=MAX_MODEL_LEN
+            max_num_seqs=8,
+            max_queued_requests=max_queued_requests,
+            num_blocks=256,
+            max_model_len=MAX_MODEL_LEN,
+            speculation="fixed",  # the lengths of copies do not depend on the time of rounds
         )
         verifier = ModelVerifier(model, config, grammars)  # type: ignore[arg-type]
         self.verifier = LosableVerifier(verifier)

@@ -73,9 +73,8 @@ async def test_a_prediction_is_tokenized_sent_and_counted(
     assert routers.last.sequences()[1].predicted_token_ids == tokenizer.encode(text[:30] + "éé")
     assert [choice["text"] for choice in body["choices"]] == [text] * 2
     # The round that computes the prompt has no draft; after each copy, of 16 tokens at most, the target's own follows.
-    # Copies are shorter if rounds are slow.
     details = body["usage"]["completion_tokens_details"]
-    assert details["accepted_prediction_tokens"] in {2 * accepted for accepted in range(10, 29)}
+    assert details["accepted_prediction_tokens"] in {2 * accepted for accepted in range(25, 29)}
     assert details["rejected_prediction_tokens"] == 2 * 4
     for chat in ("", text):
         request = {"messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": chat}}

@@ -100,9 +100,9 @@ def _calibration(options: Namespace, bench: Bench, console: Console, plots: Path
     paths = str(BUNDLED_TARGET), str(BUNDLED_DRAFT)
     ours = replace(bench, models=Models.load(*paths), prompts=read_prompts(paths[0]), k=MIXED_K)
     heats = (0.0, 0.7, 1.0)
-    found = list(_said((time_arm(ours, options.pairs[0], "adaptive", 16, [heat])[0] for heat in heats), console))
-    draw_calibration(found, plots / "calibration.png")
-    return [*found]
+    timed = list(_said((time_arm(ours, options.pairs[0], "adaptive", 16, [heat])[0] for heat in heats), console))
+    draw_calibration(timed, plots / "calibration.png")
+    return [*timed]
 
 
 def _pool(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:

@@ -8,7 +8,7 @@ from statistics import mean, stdev
 
 from scipy.stats import t as student
 
-from engine.control.survival import Prior
+from engine.drafting.registry import acceptance_of
 from tests.bench.paced.group import Arm, Finish, Models, Stretch, decode
 from tests.bench.paced.roofline import Pair
 from tests.bench.paced.virtual.reliability import Reliability, WatchedSurvival
@@ -114,7 +114,7 @@ def time_arm(
 
     finish = Finish(num_groups)
     with Twin(bench.models, Pair.of(pair), arm, config, bench.costs, place=place, num_groups=num_groups) as twin:
-        planner, survival = twin.groups[0].engine.planner, WatchedSurvival(Prior.of(bench.k))
+        planner, survival = twin.groups[0].engine.planner, WatchedSurvival(acceptance_of(config))
         planner.survival = survival
         stretches = twin.run(all_groups())
         now = twin.loop.time()

@@ -20,9 +20,8 @@ def test_expectations_are_calibrated_within_five_points_on_average() -> None:
             request = Request(f"{i}-{nth // 100}", [1, 2], 2, SamplingParams())
             accepted = next((i for i in range(K) if chance.random() > rate), K)
             survival.observe(survival.history(request, nth), chain([7] * K), list(range(accepted)))
-    found = survival.reliability
-    assert sum(count > 150 for count in found.counts) >= 6
-    assert found.error < 0.05
+    assert sum(count > 150 for count in survival.reliability.counts) >= 6
+    assert survival.reliability.error < 0.05
 
 
 def test_tokens_are_counted_in_bins() -> None:

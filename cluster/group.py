@@ -16,7 +16,6 @@ from cluster.memory_plan import MemoryPlan
 from cluster.placement import count_cores, make_placement, settle
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
-from cluster.speed_up import check_placed
 from cluster.transport import Connector
 from cluster.worker_set import WorkerDiedError, WorkerSet, introduce, start_draft, start_target
 from engine.config import CompileProgress
@@ -96,8 +95,8 @@ class SpeculationGroup:
 
         With a draft pool, the draft worker is one that `leases` gives.
 
-        Raises ModelError if a model cannot be served, or the two cannot work together; ConfigError if the draft cannot
-        pay where it is placed; TargetError if the workers could not be placed, or did not start in time.
+        Raises ModelError if a model cannot be served, or the two cannot work together; TargetError if the workers could
+        not be placed, or did not start in time.
         """
         target, draft = open_model(config.target), None if config.draft is None else open_model(config.draft)
         config = await asyncio.to_thread(suited_to_models, config, target, draft)
@@ -110,8 +109,6 @@ class SpeculationGroup:
         try:
             async with asyncio.timeout(limit_s):
                 await wait_for_placement(config, placement)
-                if draft is not None and config.has_draft_worker:
-                    await asyncio.to_thread(check_placed, config, placement, target, draft)
                 await group._start_all()
         except BaseException as error:
             await group.stop()

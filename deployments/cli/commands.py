@@ -180,32 +180,25 @@ def prove(
     kill: Annotated[str, typer.Option(help="Processes to kill under streams: draft,target,router.")] = "",
     out: Annotated[Path, typer.Option(help="Where proof.json, proof.md and answers.jsonl go.")] = Path(),
     full: Annotated[bool, typer.Option(help="All texts and draft lengths, not a minute's worth.")] = False,
-    check: Annotated[Path | None, typer.Option(help="Verify the signature of a proof.json instead.")] = None,
     api_key: ApiKey = None,
 ) -> None:
     """Compare a server's texts with plain decoding.
 
-    With every draft, batch and fault; the result is signed. Exit 0 if all texts are equal.
+    With every draft, batch and fault. Exit 0 if all texts are equal.
     """
     from deployments.diagnosis import prove as proving
     from deployments.diagnosis.http_client import Client
     from deployments.diagnosis.trial import read_texts
 
     with _diagnosis():
-        if check is not None:
-            signed = json.loads(check.read_text())
-            proving.verify(signed)
-            typer.echo(f"signed by {signed['public_key']}; all texts equal: {signed['proof']['all_equal']}")
-        else:
-            kills = kill.split(",") if kill else []
-            proof, entries = proving.prove(Client(url, api_key), read_texts(texts), kills, is_full=full)
-            signed = proving.sign(proof, Path.home())
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "proof.json").write_text(json.dumps(signed, indent=2) + "\n")
-            (out / "proof.md").write_text(proving.page(signed))
-            (out / "answers.jsonl").write_text("".join(f"{entry.model_dump_json()}\n" for entry in entries))
-            typer.echo(proving.page(signed))
-        raise typer.Exit(int(not signed["proof"]["all_equal"]))
+        kills = kill.split(",") if kill else []
+        proof, entries = proving.prove(Client(url, api_key), read_texts(texts), kills, is_full=full)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "proof.json").write_text(json.dumps(proof, indent=2) + "\n")
+        (out / "proof.md").write_text(proving.page(proof))
+        (out / "answers.jsonl").write_text("".join(f"{entry.model_dump_json()}\n" for entry in entries))
+        typer.echo(proving.page(proof))
+        raise typer.Exit(int(not proof["all_equal"]))
 
 
 @app.command()

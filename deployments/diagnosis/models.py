@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from cluster.config import GroupConfig
 from cluster.placement import PlacementError, placement_bundles, shares_gpu
 from cluster.ray_core import this_machine
-from cluster.speed_up import ACCELERATOR, judge
 from deployments.config import AppConfig, group_config
 from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.machine import size_text
@@ -67,17 +66,11 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
     try:
         check_kinds(target, others[0] if others else None, group.method)
         shared_ids = [shared_tokens(target, draft) for draft in others]
-        resources, labels = this_machine()
-        has_one_gpu = shares_gpu(group, placement_bundles(group, num_gpus=resources["GPU"]))
+        has_one_gpu = shares_gpu(group, placement_bundles(group, num_gpus=this_machine()[0]["GPU"]))
         first, *rest = [survey(target, engine, world_size=size), *(survey(draft, engine) for draft in others)]
         on_cpu = first.device == "cpu"
         workers = [first.footprint] * (size if on_cpu else 1) + [one.footprint for one in rest if on_cpu or has_one_gpu]
         cache = plan_cache(first.free_bytes, workers, engine, device=first.device)
-        gpu = "" if on_cpu else labels.get(ACCELERATOR, "")
-        for draft in others:
-            apart = not has_one_gpu
-            if advice := judge(group, target, draft, gpu, gpu, is_apart=apart, num_added=int(apart)):
-                yield Finding("warning", "speed-up", advice, "try a smaller draft, or draft_model=none")
     except (ConfigError, ModelError, PlacementError) as error:
         advice = (
             f"pull {known_draft(target.path) or 'a draft of its family'}, or draft without a model: drafting=suffix"

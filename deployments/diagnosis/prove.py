@@ -1,7 +1,7 @@
-"""Prove: asks a server the same in every way, and signs which texts were those of plain decoding.
+"""Prove: asks a server the same in every way, and says which texts were those of plain decoding.
 
 The reference is each text alone, without a draft. Then batch, draft length, streaming and killed processes change, and
-every token is compared. The signature shows who made a proof only to those who know the signer's public key.
+every token is compared.
 """
 
 import json
@@ -10,20 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from threading import Event
 from typing import Any
-
-import click
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from deployments.diagnosis.http_client import Client, ServerError
 from deployments.diagnosis.replay import Entry, first_difference
 from deployments.diagnosis.running import PATH
 
-KEY_FILE = Path(".config/paceline/prove.key")
-"""The signer's key, in the home directory."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 BATCH = 8
 _READY_S = 120
@@ -63,7 +56,7 @@ def cases(num_speculative_tokens: int, kills: Sequence[str], *, is_full: bool) -
 def prove(
     client: Client, texts: Sequence[str], kills: Sequence[str], *, is_full: bool
 ) -> tuple[dict[str, Any], list[Entry]]:
-    """Ask for all texts in all ways; return what is to be signed, and the entries for `replay`."""
+    """Ask for all texts in all ways; return the proof, and the entries for `replay`."""
     num_tokens = 128 if is_full or kills else 32  # a kill takes a moment
     common = {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
     pairs = [(text, temperature) for text in (texts if is_full else texts[:3]) for temperature in TEMPERATURES]
@@ -168,34 +161,9 @@ def _problems(finished: Sequence[Case], expected: Sequence[list[int]]) -> list[s
     return list(dict.fromkeys(problems))
 
 
-def sign(proof: dict[str, Any], home: Path) -> dict[str, Any]:
-    """Return a proof with its Ed25519 signature and the public key; make the key on first use."""
-    file = home / KEY_FILE
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-        file.write_bytes(Ed25519PrivateKey.generate().private_bytes_raw())
-    key = Ed25519PrivateKey.from_private_bytes(file.read_bytes())
-    signature = key.sign(_signed_bytes(proof)).hex()
-    return {"proof": proof, "public_key": key.public_key().public_bytes_raw().hex(), "signature": signature}
-
-
-def verify(signed: dict[str, Any]) -> None:
-    """Raise ClickException unless the signature is that of the public key in the file."""
-    try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signed["public_key"]))
-        key.verify(bytes.fromhex(signed["signature"]), _signed_bytes(signed["proof"]))
-    except (InvalidSignature, KeyError, TypeError, ValueError) as error:
-        raise click.ClickException(f"the signature does not fit the proof: {error!r}") from error
-
-
-def _signed_bytes(proof: dict[str, Any]) -> bytes:
-    return json.dumps(proof, sort_keys=True, separators=(",", ":")).encode()
-
-
-def page(signed: dict[str, Any]) -> str:
+def page(proof: dict[str, Any]) -> str:
     """Return a proof as a page of Markdown."""
-    proof, differing = signed["proof"], []
+    differing: list[str] = []
     total = len(proof["requests"])
     title = "All texts are equal" if proof["all_equal"] else "; ".join(proof["problems"]) or "Some texts differ"
     lines = [
@@ -211,5 +179,4 @@ def page(signed: dict[str, Any]) -> str:
         equal = f"{total - len(case['differences'])} of {total}"
         lines.append(f"| {way} | {equal} | {case['num_tokens']} | {case['num_draft_tokens']} | {case['seconds']} |")
         differing += [f"- {way}: `{json.dumps(one)}`" for one in case["differences"]]
-    signature = f"\nSigned by `{signed['public_key']}`; `paceline prove --check proof.json` verifies it."
-    return "\n".join([*lines, "", *differing[:20], signature, ""])
+    return "\n".join([*lines, "", *differing[:20], ""])

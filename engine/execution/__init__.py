@@ -3,6 +3,6 @@
 In reading order: `backend` (the interface of a device), `batch` (rows flattened to tokens), `kv_tensors` (the cache),
 `attention` (paged and tree-masked, for every device), `states` (of linear layers), `eager` (passes operator by
 operator), `reduce` (sums over ranks in their order), `registry` (which backend a configuration gets), `footprint` and
-`memory` (how many KV blocks fit), `roofline` (how long a pass takes), `cpu/` (compiled passes on CPUs), `cuda/` (CUDA
+`memory` (how many KV blocks fit), `cpu/` (compiled passes on CPUs), `cuda/` (CUDA
 graphs) and `scratch` (its folders).
 """

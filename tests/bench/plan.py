@@ -16,10 +16,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from cluster.speed_up import CONTEXT, HIT_RATE
 from engine.errors import ConfigError
 from engine.protocols import Overlap
-from tests.bench.paced.roofline import HARDWARE, PacedDevice, Pair
+from tests.bench.paced.roofline import CONTEXT, HARDWARE, HIT_RATE, PacedDevice, Pair
 from tests.load.picture import COLOURS, STYLE, save
 
 PRICES: Mapping[str, float] = {"b200": 5.5, "h200": 3.8, "h100": 3.0, "a100": 1.8, "l40s": 1.0, "l4": 0.7}

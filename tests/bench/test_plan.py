@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.speed_up import HIT_RATE
 from engine.errors import ConfigError
-from engine.execution.roofline import PASS_S, Hardware, Model
 from tests.bench.commands import parse, run
-from tests.bench.paced.roofline import PacedDevice, Pair
+from tests.bench.paced.datasheet import PASS_S, Hardware, Model
+from tests.bench.paced.roofline import HIT_RATE, PacedDevice, Pair
 from tests.bench.plan import PRICES, accepted_of, choices, plan, pooled_round_s, read_prices
 
 PRICE = {"h100": 3.0, "l4": 0.6}

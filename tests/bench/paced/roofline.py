@@ -1,13 +1,17 @@
-"""Named devices: GPUs that hold a named model, and pairs of them, with the roofline of the product."""
+"""Named devices: GPUs that hold a named model, and pairs of them, whose passes last as long as a roofline says.
+
+A round commits `1 + a + ... + a^k` tokens of each request, where `a` is the share of draft tokens that the target
+accepts. It takes `t_d(k) + t_v(k)` where draft and target wait for each other. A draft that runs ahead guesses the
+token after its draft, too, so it needs `max(t_v(k), t_d(k + 1))` if the verdict was among its guesses.
+"""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster import speed_up
 from engine.errors import ConfigError
-from engine.execution.roofline import HARDWARE, Model, Placed, Work, decoding
 from engine.protocols import Overlap
+from tests.bench.paced.datasheet import HARDWARE, Model, Placed, Work, decoding
 
 __all__ = ["HARDWARE", "MODELS", "PacedDevice", "Pair", "Work", "decoding"]
 
@@ -17,6 +21,11 @@ MODELS: Mapping[str, Model] = {
     "8b": Model(6.98e9, 0.525e9, 32, 4096, 1024),
     "1b": Model(0.973e9, 0.263e9, 16, 2048, 512),
 }
+
+CONTEXT = 1000
+"""Tokens of a request."""
+HIT_RATE = 0.9
+"""Of one request's verdicts, the share that a draft that runs ahead has prepared for; measured: 0.84 to 0.95."""
 
 _PART = re.compile(r"(?P<hardware>[a-z0-9]+?)(x(?P<count>[1-9][0-9]?))?-(?P<model>[a-z0-9]+)")
 
@@ -44,7 +53,7 @@ class PacedDevice(Placed):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair(speed_up.Pair):
+class Pair:
     """The devices of a target and its draft, and the time of their passes, in seconds."""
 
     target: PacedDevice
@@ -60,6 +69,25 @@ class Pair(speed_up.Pair):
         """
         target, _, draft = name.partition("+")
         return cls(PacedDevice.of(target), PacedDevice.of(draft or target), name)
+
+    def target_s(self, num_rows: float, k: int, context: float = CONTEXT) -> float:
+        """Return the time of a pass over rows with `k` draft tokens each."""
+        return self.target.pass_seconds(decoding(round(num_rows), k + 1, round(context)))
+
+    def draft_s(self, num_rows: float, k: int, context: float = CONTEXT) -> float:
+        """Return the time of the `k` passes that make a draft for each row."""
+        return k * self.draft.pass_seconds(decoding(round(num_rows), 1, round(context)))
+
+    def round_s(self, num_rows: int, k: int, *, hit_rate: float = 0.0, together: float = 1.0) -> float:
+        """Return the time of a round.
+
+        Args:
+            hit_rate: of one row's verdicts, the share that a draft that runs ahead has prepared for; 0 if it does not.
+            together: groups whose rows are in each pass of the draft.
+        """
+        target_s, rows = self.target_s(num_rows, k), num_rows * together
+        in_turn_s, hits = target_s + self.draft_s(rows, k), hit_rate**num_rows  # of all rows
+        return hits * max(target_s, self.draft_s(rows, k + 1)) + (1 - hits) * in_turn_s
 
     def overlapped_s(self, num_rows: int, k: int, overlap: Overlap, hit_rate: float, together: float = 1.0) -> float:
         """Return the time in which each row advances by one round.

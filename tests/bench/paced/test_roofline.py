@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import ConfigError
-from engine.execution.roofline import HARDWARE, PASS_S, Hardware, Model, Placed, decoding
+from tests.bench.paced.datasheet import HARDWARE, PASS_S, Hardware, Model, Placed, decoding
 from tests.bench.paced.roofline import MODELS, PacedDevice, Pair
 
 
@@ -58,6 +58,15 @@ def pair_of(target: tuple[float, float], draft_ms: float) -> Pair:
         return PacedDevice(Model(weights, 0.0, 1, 0, 0), hardware)
 
     return Pair(device(*target), device(draft_ms, 0.0))
+
+
+def test_a_round_lasts_for_what_does_not_overlap():
+    few = pair_of((10.0, 0.0), 1.0)
+    assert few.round_s(8, 4) == pytest.approx(14 * MS)
+    assert few.round_s(8, 4, hit_rate=1.0) == pytest.approx(10 * MS)
+    assert few.round_s(1, 12, hit_rate=1.0) == pytest.approx(13 * MS)  # 12, and the guess of the token after them
+    assert few.round_s(1, 4, hit_rate=0.9) == pytest.approx((0.9 * 10 + 0.1 * 14) * MS)
+    assert few.round_s(2, 4, hit_rate=0.5) == pytest.approx((0.25 * 10 + 0.75 * 14) * MS)
 
 
 def test_alternating_gains_where_half_of_the_rows_take_half_of_the_time():

@@ -28,7 +28,6 @@ def test_texts_are_proved_and_made_again_and_a_falsified_token_is_found(url: str
     (tmp_path / "texts").write_text("Up betimes and to my office,\n\nThis PEP proposes")
     status, page = run("prove", "--url", url, "--texts", str(tmp_path / "texts"), "--out", str(tmp_path))
     assert (status, page.splitlines()[0]) == (0, "# All texts are equal")
-    assert run("prove", "--check", str(tmp_path / "proof.json"))[0] == 0
     answers = tmp_path / "answers.jsonl"
     first, second, *_ = map(json.loads, answers.read_text().split("\n")[:2])
     ids = second["answer"]["choices"][0]["token_ids"]

@@ -1,11 +1,9 @@
-"""Roofline: how long a forward pass of a model takes on named GPUs.
+"""Datasheets: how long a forward pass of a model takes on named GPUs.
 
 A pass reads its weights and its rows' keys and values once, and multiplies; the slower of the two bounds it (Williams,
 Waterman and Patterson, "Roofline"). Added to this are two all-reduces per layer where a model is spread over several
 GPUs, and a constant. Assumed away: writing keys and values, activations that do not stay in the caches, and that real
 kernels rarely reach both bounds at once. The embedding is looked up, not read.
-
-The Router calls this and does not import torch, so neither does this file.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.execution.roofline import (
+from tests.bench.paced.datasheet import (
     ALL_REDUCES_PER_LAYER,
     BYTES,
     HARDWARE,

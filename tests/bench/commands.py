@@ -50,7 +50,7 @@ METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "non
 RULES = get_args(Verification)
 NAMES = ("transformers", "transformers-assisted")
 NAMES += ("engine-plain", "engine-speculative", "serve-plain", "serve-speculative")
-PEERS = ("vllm-plain", "vllm-speculative")
+PEERS = ("vllm-plain", "vllm-speculative", "vllm-probabilistic")
 """In the environment that `make bench-peers` makes."""
 PLOTS = Path(__file__).parent / "plots"
 Command = Callable[[Namespace, Workload, Console], list[str]]

@@ -25,6 +25,7 @@ RATIOS = (
     ("engine-plain", "vllm-plain"),
     ("engine-speculative", "vllm-plain"),
     ("engine-speculative", "vllm-speculative"),
+    ("engine-speculative", "vllm-probabilistic"),
     ("engine-speculative", "engine-plain"),
     ("engine-speculative", "transformers"),
     ("serve-plain", "engine-plain"),

@@ -30,7 +30,9 @@ def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
     """
     k = workload.num_speculative_tokens
     if name.startswith("vllm-"):
-        return [partial(VLLMMethod, workload, 0 if name == "vllm-plain" else k)]
+        num_draft_tokens = 0 if name == "vllm-plain" else k
+        draws = "probabilistic" if name == "vllm-probabilistic" else "greedy"
+        return [partial(VLLMMethod, workload, num_draft_tokens, draws)]
     from tests.bench.contestants.with_engine import EngineMethod
     from tests.bench.contestants.with_serve import ServeMethod
     from tests.bench.contestants.with_transformers import AssistedMethod, TransformersMethod

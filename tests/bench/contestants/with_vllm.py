@@ -1,4 +1,4 @@
-"""vLLM's CPU build, plain and with the draft. It lives in an environment of its own (peers.txt)."""
+"""vLLM's CPU build, plain and with a greedy or a sampled draft. It lives in an environment of its own (peers.txt)."""
 
 import time
 from collections.abc import Sequence
@@ -34,15 +34,24 @@ def environment(num_threads: int) -> dict[str, str]:
 
 
 class VLLMMethod:
-    """vLLM's engine, compiled and threaded as it is by default, without its prefix cache."""
+    """vLLM's engine, compiled and threaded as it is by default, without its prefix cache.
 
-    def __init__(self, workload: Workload, num_speculative_tokens: int) -> None:
+    Its draft is greedy by default; with `draft_sample_method="probabilistic"` it samples, and the target accepts by the
+    ratio of probabilities.
+    """
+
+    def __init__(self, workload: Workload, num_speculative_tokens: int, draft_sample_method: str = "greedy") -> None:
         vllm: Any = import_module("vllm")  # only there is it installed
         self.num_speculative_tokens: int | None = num_speculative_tokens
         self._num_tokens = workload.num_tokens
         self._num_batches = 0
         self._params = vllm.SamplingParams
-        draft = {"method": "draft_model", "model": workload.draft, "num_speculative_tokens": num_speculative_tokens}
+        draft = {
+            "method": "draft_model",
+            "model": workload.draft,
+            "num_speculative_tokens": num_speculative_tokens,
+            "draft_sample_method": draft_sample_method,
+        }
         dtype = resolve_dtype(workload.dtype, resolve_device(workload.device))
         self._llm: Any = vllm.LLM(
             model=workload.target,

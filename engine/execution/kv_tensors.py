@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.layer_state import StateShape, Update
 
 FP8 = torch.float8_e4m3fn
+Sizes = tuple[int, int, int]
+"""Heads of a layer's cache, and the sizes of a key and of a value."""
 FP8_MAX = torch.finfo(FP8).max
 """Larger keys and values become this."""
 
@@ -63,14 +65,15 @@ class StateTensors:
 class KVTensors:
     """Keys and values of all layers, each [num_blocks, block_size, kv_heads, key_dim or value_dim].
 
-    Layers of one size are in one tensor.
-
     Attributes:
+        has_stacks: whether layers of one size share a tensor, so that one operator moves the slots of all. Passes that
+            are compiled for CPUs would copy them, since they write in place only to tensors that share no memory.
         input_device: where batches and draws for this cache are made; a backend may copy them itself.
         states: [num_blocks, block_size, state_size] one state of a head per token; None without a head.
         linear: what linear layers keep of contexts; None without such layers.
     """
 
+    has_stacks: ClassVar[bool] = False
     linear: StateTensors | None = None
 
     def __init__(
@@ -97,20 +100,24 @@ class KVTensors:
         self.values: list[Tensor] = []
         self._sizes, head_sizes = shape.sizes, head_shape.sizes if head_shape else ()
         for sizes in (self._sizes, head_sizes):
-            unused = {}
-            for one, count in Counter(sizes).items():
+            unused: dict[Sizes, list[tuple[Tensor, ...]]] = {one: [] for one in sizes}
+            for one, count in self._stacks(sizes):
                 heads, *dims = one
                 stacks = [like.new_zeros((count, *blocks, heads, dim)) for dim in dims]
                 self._stacked += stacks
-                unused[one] = zip(*stacks, strict=True)
+                unused[one] += zip(*stacks, strict=True)
             for one in sizes:
-                key, value = next(unused[one])
+                key, value = unused[one].pop(0)
                 self.keys.append(key)
                 self.values.append(value)
-        self._num_own = 2 * len(set(self._sizes))
+        self._num_own = 2 * len(self._stacks(self._sizes))
         self.states = None if states_like is None else states_like.new_zeros((*blocks, *states_like.shape))
         if self.states is not None:
             self._stacked.append(self.states[None, :, :, None])
+
+    def _stacks(self, sizes: Sequence[Sizes]) -> list[tuple[Sizes, int]]:
+        """Return the size and the number of the layers in each tensor, in the order of `_stacked`."""
+        return [*Counter(sizes).items()] if self.has_stacks else [(one, 1) for one in sizes]
 
     def first_layers(self, count: int, num_linear: int = 0) -> Self:
         """Return the cache of the first layers, in the same memory; if these are all, with a head's states.
@@ -123,7 +130,7 @@ class KVTensors:
         view.linear = self.linear.first_layers(num_linear) if self.linear is not None and num_linear else None
         if count < len(self.keys):
             view.keys, view.values, view.states = self.keys[:count], self.values[:count], None
-            counts = [number for number in Counter(self._sizes[:count]).values() for _ in range(2)]
+            counts = [number for _, number in self._stacks(self._sizes[:count]) for _ in range(2)]
             view._stacked = [caches[:number] for caches, number in zip(self._stacked, counts, strict=False)]
         return view
 

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 class GraphedKV(KVTensors):
     """A KV cache and its graphs, None until the backend is warmed up; batches for it are made on the host."""
 
+    has_stacks = True
+
     def __init__(self, *arguments: Any) -> None:
         """Allocate the cache; see `KVTensors`."""
         super().__init__(*arguments)

@@ -1,5 +1,6 @@
 """The cache of keys and values: its sizes, its slots, and entries that move."""
 
+import pytest
 import torch
 
 from engine.execution.kv_tensors import KVTensors, slots_of, write_slots
@@ -19,14 +20,17 @@ def test_moved_entries_are_those_of_an_accepted_path():
         assert (cache.view(12, -1) - 100 * layer == torch.tensor(moved).unsqueeze(-1)).all()
 
 
-def test_layers_of_one_size_are_moved_together_and_others_have_a_tensor_of_their_own():
+@pytest.mark.parametrize("has_stacks", [False, True])
+def test_layers_of_one_size_share_a_tensor_where_that_is_asked_for(has_stacks, monkeypatch):
     """A head's layers stand behind the model's, also where one of those has their size."""
+    monkeypatch.setattr(KVTensors, "has_stacks", has_stacks)
     wide, narrow = (KV_HEADS, DIM, DIM), (1, 2 * DIM, DIM)
     shape = KVShape(4, *wide, (wide, narrow, wide, narrow))
     kv = KVTensors(shape, 3, BLOCK, torch.empty(0), KVShape(1, *wide))
     assert [tuple(keys.shape) for keys in kv.keys] == [(3, BLOCK, *size[:2]) for size in (*shape.each, wide)]
     assert [tuple(cache.shape[0:1] + cache.shape[3:]) for cache in kv.of_head] == [(1, KV_HEADS, DIM)] * 2
-    assert kv.keys[0].untyped_storage().data_ptr() == kv.keys[2].untyped_storage().data_ptr()
+    storages = {cache.untyped_storage().data_ptr() for cache in (*kv.keys, *kv.values)}
+    assert len(storages) == (6 if has_stacks else 10)
     for caches in (kv.keys, kv.values):
         for cache in caches:
             cache.view(12, -1)[:] = torch.arange(12.0).unsqueeze(-1)

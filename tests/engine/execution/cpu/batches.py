@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.execution.batch import ForwardRow
+from engine.execution.batch import ForwardRow, build
 from tests.engine.conftest import VOCAB
 
 
@@ -30,3 +30,14 @@ def both_caches(backend):
 def assert_same_caches(kv, others):
     for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
         assert torch.allclose(cache[1:], other[1:], atol=1e-5)  # padding goes to block 0
+
+
+def assert_copies_no_cache(backend):
+    """A pass that copied a layer of the cache would allocate more beside a larger one."""
+    allocated = []
+    for num_blocks in (20, 2000):
+        batch = build([ForwardRow([1], 20, [1, 2], 1)], backend.allocate_kv(num_blocks, 16))
+        with torch.profiler.profile(profile_memory=True) as profile:
+            backend.run(batch)
+        allocated.append(sum(max(0, event.self_cpu_memory_usage) for event in profile.events()))
+    assert 0 < allocated[0] == allocated[1]

@@ -35,7 +35,7 @@ from engine.sampling.grammar import Grammars, from_regex
 from engine.sampling.noise import Draws
 from engine.verification.verifier import ModelVerifier
 from tests.engine.conftest import VOCAB
-from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows
+from tests.engine.execution.cpu.batches import assert_copies_no_cache, assert_same_caches, both_caches, mixed_rows
 from tests.engine.heads.tiny_heads import backend_with_head, head_config
 from tests.engine.ranks import AbsentOthers
 from tests.engine.running import make_engine, run
@@ -59,7 +59,7 @@ def test_compiled_text_does_not_depend_on_the_draft(quantization, mixed_path, tm
     are_exact = [(weakref.ref(weight), torch.equal(weight.bfloat16().float(), weight)) for weight in weights]
     del weights
     backend.compile()
-    assert backend._compiled is not None
+    assert_copies_no_cache(backend)
     dtypes = {child.panels.dtype for child in backend._step.modules() if isinstance(child, PanelLinear)}
     assert dtypes == {torch.bfloat16 if quantization == "none" else torch.uint8}
     gc.collect()
@@ -153,6 +153,7 @@ def test_a_compiled_target_and_its_compiled_head_draft_what_eager_ones_draft(tar
     assert beside._package != compiled._package
     for one in (compiled, beside):
         one.logits = None  # no eager pass
+        assert_copies_no_cache(one)
     text = [5, 9, 2, 7, 30, 12, 44, 8, 3, 21, 17]
     for start, end, count in ((0, 7, 0), (7, 10, 0), (10, 11, 4)):
         request = Request("r", text[:end], end, SamplingParams(temperature=0.0, max_tokens=64))

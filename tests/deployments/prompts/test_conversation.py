@@ -92,14 +92,3 @@ def test_a_tool_cannot_hold_a_special_token(tokenizer: PreTrainedTokenizerFast) 
     tool = {"type": "function", "function": {"name": "f", "description": "a <|end|>"}}
     with pytest.raises(RequestError, match="tools holds the text of a special token"):
         render(tokenizer, {"role": "user", "content": "x"}, tools=[tool])
-
-
-def test_thoughts_with_a_text_and_a_call_come_by_one_name() -> None:
-    """As gpt-oss' template refuses a text beside `thinking`, which transformers adds."""
-    template = (
-        "{% for m in messages %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
-        "{{ m.reasoning_content }}/{{ m.thinking }}{% endfor %}"
-    )
-    thought = {**call("{}"), "reasoning_content": "Hm"}
-    assert render(tokenizer_of(template), thought) == [("Hm/Hm", False)]
-    assert render(tokenizer_of(template), {**thought, "content": "a"}) == [("Hm/", False)]

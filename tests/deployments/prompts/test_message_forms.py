@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AddedToken
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from deployments.openai.message_parts import CallArguments, CallStart, Content, MessageParser, Part, Reasoning
 from deployments.openai.tools import MessageForm, Tool
 from deployments.prompts.message_forms import form_of
+from tests.chat_templates import Asked
 from tests.deployments import templates
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -21,9 +22,9 @@ OSLO = ("get_weather", {"city": "Oslo", "days": 3})
 
 
 class Family(NamedTuple):
-    """The marks in a chat template, the end of a prompt, an answer, and what it says."""
+    """How the chat template writes thoughts and calls, the end of a prompt, an answer, and what it says."""
 
-    marks: str
+    written: tuple[str, str]
     prompt: str
     answer: str
     thoughts: str
@@ -38,10 +39,14 @@ FAMILIES = {
 }
 
 
-def form(family: Family) -> MessageForm:
-    tokenizer = templates.tokenizer_of("{% for tool in tools %}" + family.marks + "{% endfor %}")
+def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
+    tokenizer = templates.tokenizer_of(templates.family(family.prompt, *family.written))
     tokenizer.add_tokens([AddedToken(text, special=True) for text in family.special])
-    known = form_of(tokenizer)
+    return tokenizer
+
+
+def form(family: Family) -> MessageForm:
+    known = form_of(tokenizer_of(family))
     assert known is not None
     return known
 
@@ -86,6 +91,13 @@ def test_a_familys_answer_is_read_as_it_is_meant_however_it_is_cut(name: str) ->
         assert message(parts(name, [family.answer[i : i + size] for i in range(0, len(family.answer), size)])) == whole
     for cut in range(len(family.answer)):
         assert message(parts(name, [family.answer[:cut], family.answer[cut:]])) == whole
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].written[1]])
+@pytest.mark.parametrize("question", ["call and result", "parallel calls", "thoughts"])
+def test_what_a_familys_template_writes_is_read(name: str, question: str) -> None:
+    asked = Asked(tokenizer_of(FAMILIES[name]))
+    assert asked.answer(question) == "right"
 
 
 @given(st.sampled_from(sorted(FAMILIES)), st.data())

@@ -3,6 +3,7 @@
 `python -m tests.families templates DIR...` asks every *.jinja and tokenizer_config.json under the directories.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -14,22 +15,14 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.message_parts import CallArguments, CallStart, Content, MessageParser, Part, Reasoning
-from deployments.openai.tools import THOUGHTS
+from deployments.openai.tools import THOUGHTS, Tool
 from deployments.prompts.conversation import ChatTemplate, answer_in
 from deployments.prompts.message_forms import form_of
 from engine.errors import RequestError
 from tests.fakes import byte_tokenizer
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-        },
-    },
-}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
 SPECIAL = re.compile(
     r"</?s>|<\|[^|<>'\s]{1,40}\|>|<\uff5c[^\uff5c<>']{1,40}\uff5c>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_\w+>|<SPECIAL_\d+>"
 )
@@ -41,15 +34,12 @@ def message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
 
 def calls(*cities: str, content: Any = None) -> dict[str, Any]:
     """An answer that calls; its ids are those of another server."""
-    functions = [
-        {
-            "id": f"call_{city}",
-            "type": "function",
-            "function": {"name": "get_weather", "arguments": json.dumps({"city": city, "days": 3})},
-        }
-        for city in cities
+    arguments = [json.dumps({"city": city, "days": 3}) for city in cities]
+    functions = [{"name": "get_weather", "arguments": text} for text in arguments]
+    made = [
+        {"id": f"call_{city}", "type": "function", "function": f} for city, f in zip(cities, functions, strict=True)
     ]
-    return message("assistant", content, tool_calls=functions)
+    return message("assistant", content, tool_calls=made)
 
 
 SYSTEM, USER, ANSWER = message("system", "Be brief."), message("user", "What is 2+2?"), message("assistant", "It is 4.")
@@ -75,6 +65,23 @@ QUESTIONS: dict[str, dict[str, Any]] = {
         "add_generation_prompt": False,
     },
 }
+
+
+def joined(fed: list[list[Part]]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thoughts, content and calls, joined as clients join the deltas."""
+    texts = {Reasoning: "", Content: ""}
+    calls: list[tuple[str, str]] = []
+    for part in itertools.chain(*fed):
+        match part:
+            case CallStart():
+                assert part.index == len(calls)
+                calls.append((part.name, ""))
+            case CallArguments():
+                assert part.index == len(calls) - 1
+                calls[-1] = calls[-1][0], calls[-1][1] + part.text
+            case _:
+                texts[type(part)] += part.text
+    return texts[Reasoning], texts[Content], calls
 
 
 class Asked:
@@ -112,7 +119,7 @@ class Asked:
         entry = body["messages"][last]
         first, *others = answer.split(header[1]) if header and "tool_calls" in entry else [answer]
         read = [self.read(before, first), *(self.read(header[1] if header else "", text) for text in others)]
-        called = [json.loads(text) for _, _, texts in read for text in texts]
+        called = [json.loads(text) for _, _, parts in read for _, text in parts]
         if called != [json.loads(call["function"]["arguments"]) for call in entry.get("tool_calls", ())]:
             return f"WRONG: calls read from {answer!r}: {called}"
         knows_thoughts = self.form is not None and THOUGHTS & self.form.template["fields"].keys()
@@ -122,22 +129,11 @@ class Asked:
         is_read = (thoughts.strip(), content.strip()[:8]) == ("Two and two.", "It is 4.")
         return "right" if is_read else f"WRONG: {thoughts!r} and {content!r} read from {answer!r}"
 
-    def read(self, prompt: str, answer: str) -> tuple[str, str, list[str]]:
+    def read(self, prompt: str, answer: str) -> tuple[str, str, list[tuple[str, str]]]:
         if self.form is None:
             return "", answer, []
-        parser = MessageParser(
-            self.form, prompt=prompt, tools=ChatCompletionRequest(messages=[USER], tools=[TOOL]).tools
-        )
-        texts: dict[type[Part], str] = {Reasoning: "", Content: ""}
-        called: list[str] = []
-        for part in parser.feed(answer, is_last=True):
-            if isinstance(part, CallStart):
-                called.append("")
-            elif isinstance(part, CallArguments):
-                called[-1] += part.text
-            else:
-                texts[type(part)] += part.text
-        return texts[Reasoning], texts[Content], called
+        parser = MessageParser(self.form, prompt=prompt, tools=[Tool.model_validate(TOOL)])
+        return joined([parser.feed(answer, is_last=True)])
 
     def render(self, **body: Any) -> str:
         request = ChatCompletionRequest.model_validate(body)

@@ -65,8 +65,8 @@ def _form(
     dropped = "|".join(way["dropped"] for way in (thoughts, calls) if "dropped" in way)
     text = json.dumps([fields, dropped], ensure_ascii=False).replace("\\", "")
     marks = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.content in text}
-    if own and calls and calls["field"].get("open", "?") not in text:
-        calls = {}  # the template may read calls of another form
+    if own and calls and calls["field"].get("open", "\0") not in text:
+        return None  # the template reads calls of another form
     if not own:
         dropped = dropped or "|".join(re.escape(token.content) for token in marks.values() if token.special)
         fields["content"] = {"content": "text", **({"close_pattern": dropped} if dropped else {})}

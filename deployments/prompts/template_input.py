@@ -170,6 +170,8 @@ def _shows(reads: TemplateInput, render: Render, entries: Sequence[Entry], tools
         marks.check(rendered)
     except (RequestError, *FAILURES):
         return False
+    if reads.part_roles and re.search(r"""["']type["']: ?["']text["']""", rendered):
+        return False  # the list itself is shown
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         arguments, name = call["function"]["arguments"], call["function"]["name"]
         # As Python writes an object, it is no JSON. Text must come as it is, not as a string in JSON.

@@ -1,5 +1,6 @@
 """What chat templates read: features of real templates, each rebuilt, and the prompts that they write."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.prompts.conversation import ChatTemplate
 from engine.errors import RequestError
-from tests.chat_templates import QUESTIONS, Asked, report
+from tests.chat_templates import QUESTIONS, Asked, message, report
 from tests.deployments.templates import tokenizer_of
 from tests.families import PAGE
 
@@ -76,195 +77,143 @@ LAST_SYSTEM = (  # DeepSeek R1 Distill
     "{% set ns = namespace(system='') %}{% for m in messages if m.role == 'system' %}{% set ns.system = m.content %}"
     "{% endfor %}{{ ns.system }}{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
+DIGESTS = [hashlib.blake2s(call_id.encode()).hexdigest()[:9] for call_id in "xy"]
+
+_OBJECT = '{"a": 1}'
+_TEXT = '{"a":  1}'
+_FUNCTION = f'{{"name": "f", "arguments": {_OBJECT}}}'
 
 
-def said(role: str, content: Any, **fields: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **fields}
+def calls(*ids: str, content: str = "") -> dict[str, Any]:
+    function = {"name": "f", "arguments": _TEXT}
+    made = [{"id": call_id, "type": "function", "function": function} for call_id in ids]
+    return message("assistant", content, tool_calls=made)
 
 
-def call(*ids: str, content: str = "", **fields: Any) -> dict[str, Any]:
-    function = {"name": "f", "arguments": '{"a":  1}'}
-    return (
-        said("assistant", content, tool_calls=[{"id": i, "type": "function", "function": function} for i in ids])
-        | fields
-    )
+SAID = {
+    "S": message("system", "Be brief."),
+    "T": message("system", "Be kind."),
+    "U": message("user", "Hi"),
+    "P": message("user", [{"type": "text", "text": text} for text in ("Hi", " you")]),
+    "A": message("assistant", "Yes?"),
+    "x": calls("x"),
+    "xy": calls("x", "y"),
+    "Look": calls("x", content="Look."),
+    "Hm": calls("x") | {"reasoning_content": "Hm."},
+    "HmLook": calls("x", content="Look.") | {"reasoning_content": "Hm."},
+    "nine": calls("c123456x9"),
+    **{f"={call_id}": message("tool", "3", tool_call_id=call_id) for call_id in ("x", "y", "z", "c123456x9")},
+    "blank": message("assistant", " "),
+    "spaces": message("user", " Hi\n"),
+    "quotes": message("user", 'é "x"\n'),
+    "thought": message("assistant", "<think>Hm.</think>Yes?"),
+    "thinks": message("assistant", "Yes?<think>Hm."),
+}
 
 
-def result(content: str, call_id: str = "call_1") -> dict[str, Any]:
-    return said("tool", content, tool_call_id=call_id)
-
-
-def prompt_of(template: Any, *messages: dict[str, Any], **fields: Any) -> str:
+def prompt_of(template: Any, words: str, **fields: Any) -> str:
     tokenizer = tokenizer_of(None)
     tokenizer.chat_template = template
-    request = ChatCompletionRequest.model_validate({"messages": list(messages), **fields})
+    request = ChatCompletionRequest.model_validate({"messages": [SAID[word] for word in words.split()], **fields})
     return "".join(text for text, _ in ChatTemplate(tokenizer).render(tokenizer, request, request.messages))
 
 
-S, U, A, T = said("system", "Be brief."), said("user", "Hi"), said("assistant", "Yes?"), said("system", "Be kind.")
-JSON = '{"a": 1}'
-
-
 @pytest.mark.parametrize(
-    ("template", "messages", "prompt"),
+    ("template", "words", "prompt"),
     [
-        (PARTS, [said("user", "What is 2+2?")], "User: What is 2+2?\n"),
-        (PARTS, [S, U, A, U], "System: Be brief.\nUser: Hi\nAssistant: Yes?\nUser: Hi\n"),
-        (PARTS_OF_USERS, [S, U, A, U], "<system>Be brief.<user>Hi<assistant>Yes?<user>Hi"),
-        (PARTS_OF_USERS, [said("user", [{"type": "text", "text": text} for text in ("a", " b")])], "<user>a b"),
-        (CHAT, [said("user", [{"type": "text", "text": text} for text in ("a", " b")])], "<user>a b"),
-        # Arguments
-        (OBJECT, [U, call("call_1"), result("3")], f"<user>Hi<assistant>[f {JSON}]<tool>3"),
-        (ITEMS, [U, call("call_1"), result("3")], "<user>Hi<assistant>[f a=1]<tool>3"),
-        (CONCATENATED, [U, call("call_1"), result("3")], '<user>Hi<assistant>[f {"a":  1}]<tool>3'),
-        (PRINTED, [U, call("call_1"), result("3")], '<user>Hi<assistant>[f {"a":  1}]<tool>3'),
-        # Ids
+        (PARTS, "U", "User: Hi\n"),
+        (PARTS, "S U A U", "System: Be brief.\nUser: Hi\nAssistant: Yes?\nUser: Hi\n"),
+        (PARTS_OF_USERS, "S U A P", "<system>Be brief.<user>Hi<assistant>Yes?<user>Hi you"),
+        (CHAT, "P", "<user>Hi you"),
+        (OBJECT, "U x =x", f"<user>Hi<assistant>[f {_OBJECT}]<tool>3"),
+        (ITEMS, "U x =x", "<user>Hi<assistant>[f a=1]<tool>3"),
+        (CONCATENATED, "U x =x", f"<user>Hi<assistant>[f {_TEXT}]<tool>3"),
+        (PRINTED, "U x =x", f"<user>Hi<assistant>[f {_TEXT}]<tool>3"),
         (
             KIMI,
-            [U, call("x", "y"), result("3", "x"), result("4", "y"), call("x"), result("5", "x")],
-            f"<user>Hi<assistant>[functions.f:0 {JSON}][functions.f:1 {JSON}]<tool>3 of functions.f:0"
-            f"<tool>4 of functions.f:1<assistant>[functions.f:2 {JSON}]<tool>5 of functions.f:2",
+            "xy =x =y x =x",
+            f"<assistant>[functions.f:0 {_OBJECT}][functions.f:1 {_OBJECT}]<tool>3 of functions.f:0"
+            f"<tool>3 of functions.f:1<assistant>[functions.f:2 {_OBJECT}]<tool>3 of functions.f:2",
         ),
-        (KIMI_OWN, [call("x"), result("3", "x")], '<assistant>[functions.f:0 {"a":  1}]<tool>3 of functions.f:0'),
-        (
-            MISTRAL,
-            [call("c123456x9"), result("3", "c123456x9")],
-            f'<assistant>[{{"name": "f", "arguments": {JSON}}} c123456x9]<tool>3 of c123456x9',
-        ),
-        (
-            MISTRAL,
-            [call("call_1"), result("3"), result("4", "toolu_unknown")],
-            f'<assistant>[{{"name": "f", "arguments": {JSON}}} ef35225de]<tool>3 of ef35225de<tool>4 of 3efad993f',
-        ),
-        # System messages
-        (CHAT, [S, U, T, A, U], "<system>Be brief.<user>Hi<system>Be kind.<assistant>Yes?<user>Hi"),
-        (FIRST_ONLY, [S, T, U, T, A, U], "<system>Be brief.\n\nBe kind.<user>Hi<user>Be kind.<assistant>Yes?<user>Hi"),
-        (FIRST_ONLY, [U, S], "<user>Hi<user>Be brief."),
-        (ALTERNATING, [S, U, T, A, U], "<user>Be brief.\n\nBe kind.|Hi<assistant>Yes?<user>Hi"),
-        (NO_SYSTEM, [S, U, A, U, T], "<user>Be brief.\n\nBe kind.\n\nHi<assistant>Yes?<user>Hi"),
-        (NO_SYSTEM, [S], "<user>Be brief."),
-        (LAST_SYSTEM, [S, U, T], "Be brief.<user>Hi<user>Be kind."),
-        (AT_LAST_USER, [S, U], "<user>Be brief.|Hi"),
-        (
-            AT_LAST_USER,
-            [S, U, call("call_1"), result("3")],
-            f'<user>Be brief.\n\nHi<assistant>[{{"name": "f", "arguments": {JSON}}}]<tool>3',
-        ),
-        # One call in a message
+        (KIMI_OWN, "x =x", f"<assistant>[functions.f:0 {_TEXT}]<tool>3 of functions.f:0"),
+        (MISTRAL, "nine =c123456x9", f"<assistant>[{_FUNCTION} c123456x9]<tool>3 of c123456x9"),
+        (MISTRAL, "x =x =y", f"<assistant>[{_FUNCTION} {DIGESTS[0]}]<tool>3 of {DIGESTS[0]}<tool>3 of {DIGESTS[1]}"),
+        (CHAT, "S U T A U", "<system>Be brief.<user>Hi<system>Be kind.<assistant>Yes?<user>Hi"),
+        (FIRST_ONLY, "S T U T A", "<system>Be brief.\n\nBe kind.<user>Hi<user>Be kind.<assistant>Yes?"),
+        (FIRST_ONLY, "U S", "<user>Hi<user>Be brief."),
+        (ALTERNATING, "S U T A U", "<user>Be brief.\n\nBe kind.|Hi<assistant>Yes?<user>Hi"),
+        (NO_SYSTEM, "S U A U T", "<user>Be brief.\n\nBe kind.\n\nHi<assistant>Yes?<user>Hi"),
+        (NO_SYSTEM, "S", "<user>Be brief."),
+        (LAST_SYSTEM, "S U T", "Be brief.<user>Hi<user>Be kind."),
+        (AT_LAST_USER, "S U", "<user>Be brief.|Hi"),
+        (AT_LAST_USER, "S U x =x", f"<user>Be brief.\n\nHi<assistant>[{_FUNCTION}]<tool>3"),
+        (ONE_CALL, "Look =x", f"<assistant>Look.<assistant>{_FUNCTION}<tool>3"),
         (
             ONE_CALL,
-            [S, U, call("x", "y", content="Look."), result("4", "y"), result("3", "x"), result("5", "z"), A],
-            f'<system>Be brief.<user>Hi<assistant>Look.<assistant>{{"name": "f", "arguments": {JSON}}}<tool>3'
-            f'<assistant>{{"name": "f", "arguments": {JSON}}}<tool>4<tool>5<assistant>Yes?',
+            "xy =y =x =z A",
+            f"<assistant>{_FUNCTION}<tool>3<assistant>{_FUNCTION}<tool>3<tool>3<assistant>Yes?",
         ),
-        (
-            GPT_OSS,
-            [call("x", "y", reasoning_content="Hm.")],
-            f'<assistant>Hm.{{"name": "f", "arguments": {JSON}}}<assistant>{{"name": "f", "arguments": {JSON}}}',
-        ),
-        (GPT_OSS, [call("x", reasoning_content="Hm.")], f'<assistant>Hm.{{"name": "f", "arguments": {JSON}}}'),
-        (
-            GPT_OSS,
-            [call("x", content="a", reasoning_content="Hm.")],
-            f'<assistant>a{{"name": "f", "arguments": {JSON}}}',
-        ),
-        # What templates change is not left out.
-        (FIRST_ONLY, [said("user", " a\n"), said("assistant", " ")], "<user>a<assistant>"),
-        (
-            CHAT.replace("m.content", "m.content.split('</think>')[-1]"),
-            [U, said("assistant", "<think>Hm.</think>a")],
-            "<user>Hi<assistant>a",
-        ),
-        (
-            CHAT.replace("m.content", "m.content.split('<think>')[0]"),
-            [U, said("assistant", "a<think>Hm.")],
-            "<user>Hi<assistant>a",
-        ),
-        (CHAT.replace("m.content", "m.content | tojson"), [said("user", 'é "x"\n')], '<user>"é \\"x\\"\\n"'),
+        (GPT_OSS, "Hm", f"<assistant>Hm.{_FUNCTION}"),
+        (GPT_OSS, "HmLook", f"<assistant>Look.{_FUNCTION}"),
+        # What a template changes is not left out.
+        (FIRST_ONLY, "spaces blank", "<user>Hi<assistant>"),
+        (CHAT.replace("m.content", "m.content.split('</think>')[-1]"), "U thought", "<user>Hi<assistant>Yes?"),
+        (CHAT.replace("m.content", "m.content.split('<think>')[0]"), "U thinks", "<user>Hi<assistant>Yes?"),
+        (CHAT.replace("m.content", "m.content | tojson"), "quotes", '<user>"é \\"x\\"\\n"'),
     ],
 )
-def test_every_text_is_in_the_prompt(template: str, messages: list[dict[str, Any]], prompt: str) -> None:
-    assert prompt_of(template, *messages) == prompt
+def test_every_text_is_in_the_prompt(template: str, words: str, prompt: str) -> None:
+    assert prompt_of(template, words) == prompt
+
+
+NO_TOOL = CHAT.replace("messages %}", "messages if m.role != 'tool' %}")
+LEFT_OUT = "the chat template leaves out the"
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "sentence"),
+    ("template", "words", "sentence"),
     [
-        (
-            CHAT.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}"),
-            [U, A, result("3")],
-            "the chat template leaves out the text of messages[2] (role tool)",
-        ),
-        (CHAT, [U, call("x")], "the chat template leaves out the arguments of messages[1].tool_calls[0]"),
-        (
-            with_call("{{ f.arguments | tojson }}"),
-            [U, call("x")],
-            "the chat template leaves out the name of messages[1].tool_calls[0]",
-        ),
-        (
-            with_call("{{ f.name }}"),
-            [U, call("x")],
-            "the chat template leaves out the arguments of messages[1].tool_calls[0]",
-        ),
-        ("{{ messages[-1].content }}", [U, A], "the chat template leaves out the text of messages[0] (role user)"),
-        (
-            CHAT.replace("m.content", "m.content[:60]"),
-            [U, said("user", "long " * 9)],
-            "the chat template leaves out the text of messages[1] (role user)",
-        ),
-        (ALTERNATING, [U, U], "the chat template refuses the messages: roles must alternate"),
-        (
-            FIRST_ONLY + "{{ raise_exception('to ' + messages[0].content) }}",
-            [U],
-            "the chat template refuses the messages: to Hi",
-        ),
-        (NO_SYSTEM, [S, U, U], "the chat template refuses the messages: System role not supported"),
+        (NO_TOOL, "U A =x", f"{LEFT_OUT} text of messages[2] (role tool)"),
+        (CHAT, "U x", f"{LEFT_OUT} arguments of messages[1].tool_calls[0]"),
+        (with_call("{{ f.arguments | tojson }}"), "U x", f"{LEFT_OUT} name of messages[1].tool_calls[0]"),
+        (with_call("{{ f.name }}"), "U x", f"{LEFT_OUT} arguments of messages[1].tool_calls[0]"),
+        ("{{ messages[-1].content }}", "U A", f"{LEFT_OUT} text of messages[0] (role user)"),
+        (CHAT.replace("m.content", "m.content[:24]"), "A P", f"{LEFT_OUT} text of messages[1] (role user)"),
+        (ALTERNATING, "U U", "the chat template refuses the messages: roles must alternate"),
+        (NO_SYSTEM, "S U U", "the chat template refuses the messages: System role not supported"),
+        ("{{ raise_exception(messages[0].content) }}", "U", "the chat template refuses the messages: Hi"),
     ],
 )
-def test_a_prompt_without_a_text_is_refused_by_its_name(
-    template: str, messages: list[dict[str, Any]], sentence: str
-) -> None:
+def test_a_prompt_without_a_text_is_refused_by_its_name(template: str, words: str, sentence: str) -> None:
     with pytest.raises(RequestError) as caught:
-        prompt_of(template, *messages)
+        prompt_of(template, words)
     assert (str(caught.value), caught.value.param) == (sentence, "messages")
 
 
-def test_tools_that_a_template_does_not_show_are_refused() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+TOOL_USE = "{% for tool in tools %}{{ '// ' + tool.function.description + tool.function.name }}{% endfor %}" + CHAT
+
+
+def test_tools_have_the_fields_that_their_template_needs_and_are_shown() -> None:
+    assert prompt_of(TOOL_USE, "U", tools=TOOLS) == "// f<user>Hi"  # gpt-oss
+    shown = "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}" + CHAT
+    assert prompt_of(shown, "U", tools=TOOLS) == '{"name": "f"}<user>Hi'
     with pytest.raises(RequestError, match=r"leaves out the name of tools\[0\]") as caught:
-        prompt_of(CHAT, U, tools=tools)
+        prompt_of(CHAT, "U", tools=TOOLS)
     assert caught.value.param == "tools"
 
 
-@pytest.mark.parametrize(
-    ("tool", "shown"),
-    [
-        ("{{ '// ' + tool.function.description + ' ' + tool.function.name }}", "//  f"),  # gpt-oss
-        ("{{ tool.function | tojson }}", '{"name": "f"}'),
-    ],
-)
-def test_a_tool_has_the_fields_that_its_template_needs(tool: str, shown: str) -> None:
-    template = "{% for tool in tools or [] %}" + tool + "{% endfor %}" + CHAT
-    assert prompt_of(template, U, tools=[{"type": "function", "function": {"name": "f"}}]) == f"{shown}<user>Hi"
-
-
 def test_named_templates_are_chosen_as_transformers_does() -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    tool_use = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + CHAT
-    named = {"default": "D" + CHAT, "rag": "R" + CHAT, "tool_use": tool_use}
-    assert prompt_of(named, U) == "D<user>Hi"
-    assert prompt_of(named, U, tools=tools) == "f<user>Hi"
-    assert prompt_of(named, U, tools=tools, tool_choice="none") == "D<user>Hi"
-    assert prompt_of({"tool_use": tool_use}, U) == "<user>Hi"  # no tools are an empty list there
-    assert prompt_of({"default": "D" + tool_use}, U, tools=tools) == "Df<user>Hi"
+    named = {"default": "D" + CHAT, "rag": "R" + CHAT, "tool_use": TOOL_USE}
+    assert prompt_of(named, "U") == prompt_of(named, "U", tools=TOOLS, tool_choice="none") == "D<user>Hi"
+    assert prompt_of(named, "U", tools=TOOLS) == "// f<user>Hi"
+    assert prompt_of({"tool_use": TOOL_USE}, "U") == "<user>Hi"  # no tools are an empty list there
+    assert prompt_of({"default": TOOL_USE, "rag": "R"}, "U", tools=TOOLS) == "// f<user>Hi"
 
 
-@pytest.mark.parametrize("template", [CHAT, PARTS, FIRST_ONLY, ALTERNATING])
-def test_the_last_message_is_continued(template: str) -> None:
-    begun = said("assistant", "It is")
-    assert prompt_of(template, S, U, begun, continue_final_message=True).endswith("It is")
+def test_a_begun_answer_that_the_prompt_would_not_hold_is_refused() -> None:
     with pytest.raises(RequestError, match="leaves out the arguments"):
-        prompt_of(OBJECT, U, call("x", content="It is"), continue_final_message=True)
+        prompt_of(OBJECT, "U Look", continue_final_message=True)
 
 
 ROWS = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", PAGE.read_text().partition("# Chat templates")[2], re.MULTILINE))
@@ -278,7 +227,7 @@ FEATURES = {
     "the arguments of calls are text": CONCATENATED,
     "the id of a call has nine letters": MISTRAL,
     "the id of a call has its name": KIMI,
-    "the answer of a tool is left out": CHAT.replace("messages %}", "messages if m.role != 'tool' %}"),
+    "the answer of a tool is left out": NO_TOOL,
 }
 
 

@@ -81,21 +81,17 @@ class ChatTemplate:
         entries = [self._entry(tokenizer, message, stand_ins) for message in messages]
         template = template_of(tokenizer, has_tools=bool(tools))
         reads = self._reads[template]
-        render: Render = partial(
-            _render,
-            tokenizer,
-            template,
-            add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
-            continue_final_message=bool(request.continue_final_message),
-            **{**_effort(template, request.reasoning_effort), **variables},
-        )
+        begins = request.add_generation_prompt is not False and not request.continue_final_message
+        flags = {"add_generation_prompt": begins, "continue_final_message": bool(request.continue_final_message)}
         try:
+            variables = _effort(template, request.reasoning_effort) | variables
+            render: Render = partial(_render, tokenizer, template, **flags, **variables)
             arranged = arrange(reads, render, entries, tools)
             return _segments(render(reads.messages(arranged), reads.tools(tools)), stand_ins)
         except TemplateError as error:
             raise RequestError(f"the chat template refuses the messages: {str(error)[:500]}", "messages") from None
         except FAILURES as error:
-            field = "chat_template_kwargs" if variables else "messages"
+            field = "chat_template_kwargs" if request.chat_template_kwargs else "messages"
             raise RequestError(f"the chat template fails with this request: {str(error)[:200]}", field) from None
 
     def call_of(self, tokenizer: Any) -> tuple[str, str] | None:

@@ -25,7 +25,7 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 def form_of(tokenizer: "PreTrainedTokenizerFast") -> MessageForm | None:
     """Return how a model writes messages; None if that is unknown, so that all its text is content."""
-    if tokenizer.chat_template is None:
+    if not tokenizer.chat_template:
         return None
     chat_template = template_of(tokenizer, has_tools=True)
     thoughts: dict[str, Any] = {}

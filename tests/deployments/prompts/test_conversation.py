@@ -92,3 +92,10 @@ def test_a_tool_cannot_hold_a_special_token(tokenizer: PreTrainedTokenizerFast) 
     tool = {"type": "function", "function": {"name": "f", "description": "a <|end|>"}}
     with pytest.raises(RequestError, match="tools holds the text of a special token"):
         render(tokenizer, {"role": "user", "content": "x"}, tools=[tool])
+
+
+def test_a_template_that_cannot_be_compiled_refuses_every_message() -> None:
+    tokenizer = tokenizer_of("{% if %}")
+    for effort in ("low", None):
+        with pytest.raises(RequestError, match="the chat template refuses the messages: Expected an expression"):
+            render(tokenizer, {"role": "user", "content": "x"}, reasoning_effort=effort)

@@ -88,6 +88,11 @@ def test_a_variable_cannot_have_the_name_of_a_parameter(tokenizer: PreTrainedTok
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
+def test_a_variable_can_have_any_other_name(tokenizer: PreTrainedTokenizerFast) -> None:
+    variables = {"template": 1, "tokenizer": 2}
+    assert render(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs=variables)
+
+
 def test_a_tool_cannot_hold_a_special_token(tokenizer: PreTrainedTokenizerFast) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "a <|end|>"}}
     with pytest.raises(RequestError, match="tools holds the text of a special token"):

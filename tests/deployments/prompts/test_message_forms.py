@@ -163,6 +163,14 @@ def test_a_template_that_says_nothing_known_has_no_form() -> None:
     known = form_of(templates.tokenizer_of("<tool_call></think>"))
     assert known is not None
     assert "tool_calls" not in known.template["fields"]
+    prompt = "<|im_start|>assistant\n"
+    shown = templates.family(prompt, "think", "hermes")
+    begun = shown.replace(prompt + "{% endif %}", prompt + "<think>\n{% endif %}")  # QwQ: not in earlier answers
+    hidden = shown.replace("{{ tool | tojson }}", "")
+    for template, reads_calls in ((shown, True), (begun, True), (hidden, False)):
+        known = form_of(templates.tokenizer_of(template))
+        assert known is not None
+        assert ("tool_calls" in known.template["fields"]) == reads_calls
 
 
 OWN: Any = {

@@ -84,8 +84,8 @@ _TEXT = '{"a":  1}'
 _FUNCTION = f'{{"name": "f", "arguments": {_OBJECT}}}'
 
 
-def calls(*ids: str, content: str = "") -> dict[str, Any]:
-    function = {"name": "f", "arguments": _TEXT}
+def calls(*ids: str, content: str = "", arguments: str = _TEXT) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
     made = [{"id": call_id, "type": "function", "function": function} for call_id in ids]
     return message("assistant", content, tool_calls=made)
 
@@ -99,7 +99,9 @@ SAID = {
     "x": calls("x"),
     "xy": calls("x", "y"),
     "Look": calls("x", content="Look."),
+    "none": calls("x", arguments=""),
     "Hm": calls("x") | {"reasoning_content": "Hm."},
+    "Hmxy": calls("x", "y") | {"reasoning_content": "Hm."},
     "HmLook": calls("x", content="Look.") | {"reasoning_content": "Hm."},
     "nine": calls("c123456x9"),
     **{f"={call_id}": message("tool", "3", tool_call_id=call_id) for call_id in ("x", "y", "z", "c123456x9")},
@@ -128,6 +130,7 @@ def prompt_of(template: Any, words: str, **fields: Any) -> str:
         (OBJECT, "U x =x", f"<user>Hi<assistant>[f {_OBJECT}]<tool>3"),
         (ITEMS, "U x =x", "<user>Hi<assistant>[f a=1]<tool>3"),
         (CONCATENATED, "U x =x", f"<user>Hi<assistant>[f {_TEXT}]<tool>3"),
+        (CONCATENATED, "none", "<assistant>[f {}]"),
         (PRINTED, "U x =x", f"<user>Hi<assistant>[f {_TEXT}]<tool>3"),
         (
             KIMI,
@@ -153,6 +156,8 @@ def prompt_of(template: Any, words: str, **fields: Any) -> str:
             "xy =y =x =z A",
             f"<assistant>{_FUNCTION}<tool>3<assistant>{_FUNCTION}<tool>3<tool>3<assistant>Yes?",
         ),
+        (ONE_CALL, "xy U =x", f"<assistant>{_FUNCTION}<assistant>{_FUNCTION}<user>Hi<tool>3"),
+        (GPT_OSS, "Hmxy", f"<assistant>Hm.{_FUNCTION}<assistant>{_FUNCTION}"),
         (GPT_OSS, "Hm", f"<assistant>Hm.{_FUNCTION}"),
         (GPT_OSS, "HmLook", f"<assistant>Look.{_FUNCTION}"),
         # What a template changes is not left out.
@@ -196,6 +201,8 @@ TOOL_USE = "{% for tool in tools %}{{ '// ' + tool.function.description + tool.f
 
 def test_tools_have_the_fields_that_their_template_needs_and_are_shown() -> None:
     assert prompt_of(TOOL_USE, "U", tools=TOOLS) == "// f<user>Hi"  # gpt-oss
+    described = {"type": "function", "function": {"name": "f", "description": "Does "}}
+    assert prompt_of(TOOL_USE, "U", tools=[described]) == "// Does f<user>Hi"
     shown = "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}" + CHAT
     assert prompt_of(shown, "U", tools=TOOLS) == '{"name": "f"}<user>Hi'
     with pytest.raises(RequestError, match=r"leaves out the name of tools\[0\]") as caught:

@@ -99,6 +99,8 @@ class Asked:
             prompt = self.render(**body)
         except RequestError as error:
             return f"refused: {error}"
+        except Exception as error:  # noqa: BLE001  # the server would answer 500
+            return f"WRONG: {error!r}"
         lost = next((text for text in _texts(body["messages"]) if not _is_in(text, prompt)), None)
         if lost is not None:
             return f"WRONG: {lost!r} is not in {prompt!r}"
@@ -174,7 +176,7 @@ def load(path: Path) -> PreTrainedTokenizerFast | None:
         template = {entry["name"]: entry["template"] for entry in template}
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token")}
     names = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items() if token}
-    special = [token["content"] for token in config.get("added_tokens_decoder", {}).values() if token["special"]]
+    special = [token["content"] for token in config.get("added_tokens_decoder", {}).values() if token.get("special")]
     return tokenizer_with(template, special, **names) if template else None
 
 

@@ -42,6 +42,7 @@ KIMI_OWN = with_call("functions.{{ f.name }}:{{ loop.index0 }} {{ f.arguments }}
 MISTRAL = with_call(
     "{{ raise_exception('nine!') if c.id | length != 9 }}{{ f | tojson }} {{ c.id }}", " of {{ m.tool_call_id }}"
 )
+HERMES = with_call("{{ f | tojson }}").replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
 ONE_CALL = (  # Llama 3.1
     "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}"
     "{{ raise_exception('single tool-calls only') if m.tool_calls | length != 1 }}"
@@ -105,6 +106,7 @@ SAID = {
     "HmLook": calls("x", content="Look.") | {"reasoning_content": "Hm."},
     "nine": calls("c123456x9"),
     **{f"={call_id}": message("tool", "3", tool_call_id=call_id) for call_id in ("x", "y", "z", "c123456x9")},
+    "blankxy": calls("x", "y", content="\n"),
     "blank": message("assistant", " "),
     "spaces": message("user", " Hi\n"),
     "quotes": message("user", 'é "x"\n'),
@@ -150,6 +152,7 @@ def prompt_of(template: Any, words: str, **fields: Any) -> str:
         (LAST_SYSTEM, "S U T", "Be brief.<user>Hi<user>Be kind."),
         (AT_LAST_USER, "S U", "<user>Be brief.|Hi"),
         (AT_LAST_USER, "S U x =x", f"<user>Be brief.\n\nHi<assistant>[{_FUNCTION}]<tool>3"),
+        (HERMES, "blankxy", f"<assistant>[{_FUNCTION}][{_FUNCTION}]"),
         (ONE_CALL, "Look =x", f"<assistant>Look.<assistant>{_FUNCTION}<tool>3"),
         (
             ONE_CALL,

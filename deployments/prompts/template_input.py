@@ -205,9 +205,8 @@ def arrange(reads: TemplateInput, render: Render, entries: Sequence[Entry], tool
 def _arrangements(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
     """Yield messages as they came, then in arrangements that more templates take."""
     places = [_system_in_place, _system_first, _system_in_user] if any(map(_is_system, entries)) else []
-    for arranged in (
-        [entries, _one_call_each(entries)] if any("tool_calls" in entry for entry in entries) else [entries]
-    ):
+    has_calls = any("tool_calls" in entry for entry in entries)
+    for arranged in [entries, _one_call_each(entries)] if has_calls else [entries]:
         yield arranged
         for place in places:
             yield place(arranged)

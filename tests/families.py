@@ -1,10 +1,12 @@
 """Tiny random models of every architecture that generates text, with its real mix of layers.
 
 A default configuration is shrunk by rules: by the names of its fields, and by how its layers differ.
-`python -m tests.families` writes the table of families in deployments/README.md.
+`python -m tests.families` writes the table of families in deployments/README.md; `python -m tests.families templates
+DIR...` asks chat templates (`tests/chat_templates.py`).
 """
 
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ from engine.models.hybrid import HYBRIDS
 from engine.models.layers.quantization import on_meta
 from engine.models.registry import open_model
 from engine.models.shards import plan_of
+from tests.chat_templates import report
 
 PAGE = Path(__file__).parents[1] / "deployments" / "README.md"
 MARKS = ("<!-- families: python -m tests.families -->\n", "<!-- end of families -->\n")
@@ -167,5 +170,9 @@ def listed() -> tuple[str, list[str]]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["templates"]:
+        for line in report(sys.argv[2:]):
+            print(line)  # noqa: T201
+        sys.exit("WRONG" in line and not line.endswith(" 0 WRONG"))
     before, rest = PAGE.read_text().split(MARKS[0])
     PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1])

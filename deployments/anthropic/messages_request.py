@@ -151,6 +151,7 @@ class MessagesRequest(CountTokensRequest, CommonRequest):
     """The body of /v1/messages."""
 
     CHAT_FIELDS: ClassVar = {
+        "messages": "messages",
         "response_format.json_schema.schema": "output_config.format.schema",
         "stop": "stop_sequences",
     }

@@ -294,5 +294,6 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """Return an error about a chat completion request with the field names of the request that became it."""
     message = str(error)
     for chat_name, name in names.items():
-        message = re.sub(rf"\b{re.escape(chat_name)}\b", name, message)
+        # Without an index: messages are counted after the conversion.
+        message = re.sub(rf"\b{re.escape(chat_name)}\b(\[\d+\])?", name, message)
     return type(error)(message, names.get(error.param or "", error.param))

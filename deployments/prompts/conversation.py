@@ -5,11 +5,12 @@ stand-in while the template is rendered.
 """
 
 import inspect
+import itertools
 import json
 import re
 import secrets
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Template, TemplateError
@@ -25,13 +26,20 @@ from deployments.openai.conversation_fields import (
     ToolMessage,
 )
 from deployments.openai.tools import PastCall
+from deployments.prompts.template_input import (
+    FAILURES,
+    PROBE_CALL,
+    PROBE_TOOL,
+    PROBE_USER,
+    Entry,
+    Render,
+    arrange,
+    input_of,
+)
 from engine.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-_TEMPLATE_FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Raised by templates that expect other variables or messages."""
 
 _SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}
 """Variables of chat templates that say how much, or whether, the model thinks."""
@@ -49,11 +57,16 @@ class ChatTemplate:
         self._special_tokens = _special_tokens(tokenizer)
         functions = (type(tokenizer).apply_chat_template, render_jinja_template, Template.render)
         self._reserved = {"messages"}.union(*(inspect.signature(function).parameters for function in functions))
+        self._reads = {
+            template: input_of(partial(_render, tokenizer, template, add_generation_prompt=True))
+            for template in {template_of(tokenizer, has_tools=has_tools) for has_tools in (False, True)}
+        }
 
     def render(self, tokenizer: Any, request: ConversationRequest, messages: Sequence[ChatMessage]) -> list[Segment]:
         """Return the rendered messages of a request, up to where the answer starts; `tokenizer` is this thread's.
 
-        Raises RequestError if the template refuses them, or a tool, a call or a variable holds a special token.
+        Raises RequestError if the template refuses them or leaves out a text, or if a tool, a call or a variable holds
+        a special token.
         """
         variables = request.template_variables()
         for name in sorted(variables.keys() & self._reserved):
@@ -65,23 +78,34 @@ class ChatTemplate:
         if tools:
             self._check_plain(tokenizer, tools, "tools")
         stand_ins: dict[str, str] = {}
-        conversation = [self._entry(tokenizer, message, stand_ins) for message in messages]
+        entries = [self._entry(tokenizer, message, stand_ins) for message in messages]
+        template = template_of(tokenizer, has_tools=bool(tools))
+        reads = self._reads[template]
         begins = request.add_generation_prompt is not False and not request.continue_final_message
+        flags = {"add_generation_prompt": begins, "continue_final_message": bool(request.continue_final_message)}
         try:
-            rendered: str = tokenizer.apply_chat_template(
-                conversation,
-                tools=tools or None,
-                tokenize=False,
-                add_generation_prompt=begins,
-                continue_final_message=bool(request.continue_final_message),
-                **{**_effort(tokenizer, request.reasoning_effort, tools), **variables},
-            )
+            variables = _effort(template, request.reasoning_effort) | variables
+            render: Render = partial(_render, tokenizer, template, **flags, **variables)
+            arranged = arrange(reads, render, entries, tools)
+            return _segments(render(reads.messages(arranged), reads.tools(tools)), stand_ins)
         except TemplateError as error:
             raise RequestError(f"the chat template refuses the messages: {str(error)[:500]}", "messages") from None
-        except _TEMPLATE_FAILURES as error:
-            field = "chat_template_kwargs" if variables else "messages"
+        except FAILURES as error:
+            field = "chat_template_kwargs" if request.chat_template_kwargs else "messages"
             raise RequestError(f"the chat template fails with this request: {str(error)[:200]}", field) from None
-        return _segments(rendered, stand_ins)
+
+    def call_of(self, tokenizer: Any) -> tuple[str, str] | None:
+        """Return a prompt with a tool, and a call as the template writes it after that; None if it writes neither."""
+        template = template_of(tokenizer, has_tools=True)
+        reads = self._reads[template]
+        render, tools = partial(_render, tokenizer, template), reads.tools([PROBE_TOOL])
+        try:
+            prompt = render(reads.messages([PROBE_USER]), tools, add_generation_prompt=True)
+            whole = render(reads.messages([PROBE_USER, PROBE_CALL]), tools)
+        except FAILURES:
+            return None
+        before, answer = answer_in(prompt, whole, tokenizer.all_special_tokens)
+        return (before, answer) if "probe" in before and "probe" in answer else None
 
     def _entry(self, tokenizer: Any, message: ChatMessage, stand_ins: dict[str, str]) -> dict[str, Any]:
         """Return a message for the template."""
@@ -124,6 +148,33 @@ class ChatTemplate:
         return bool(plain != tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"])
 
 
+def template_of(tokenizer: "PreTrainedTokenizerFast", *, has_tools: bool) -> str:
+    """Return the chat template that transformers takes; of named templates without a default, the first."""
+    named: Any = tokenizer.chat_template
+    if not isinstance(named, dict):
+        return str(named)
+    name = next((name for name in ("tool_use" if has_tools else "default", "default") if name in named), min(named))
+    return str(named[name])
+
+
+def answer_in(prompt: str, whole: str, ends: Sequence[str]) -> tuple[str, str]:
+    """Return what a rendered conversation has in common with the prompt of its last answer, and the answer."""
+    # What they have in common may end inside a tag.
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+    start = len(re.sub(r"[<\[][^<>\[\]]*\Z", "", "".join(letter for letter, _ in same)))
+    answer = whole[start:].rstrip()
+    while end := next((end for end in ends if answer.endswith(end)), None):
+        answer = answer.removesuffix(end).rstrip()
+    return whole[:start], answer
+
+
+def _render(
+    tokenizer: Any, template: str, messages: list[Entry], tools: list[Entry] | None, /, **variables: Any
+) -> str:
+    chosen = {"tools": tools, "chat_template": template, "tokenize": False}
+    return str(tokenizer.apply_chat_template(messages, **chosen, **variables))
+
+
 def _special_tokens(tokenizer: "PreTrainedTokenizerFast") -> re.Pattern[str] | None:
     """Return an expression that finds special tokens; None if texts are normalized first, which would hide some."""
     tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -132,11 +183,11 @@ def _special_tokens(tokenizer: "PreTrainedTokenizerFast") -> re.Pattern[str] | N
     return re.compile("|".join(re.escape(token.content) for token in tokens) or r"(?!)")
 
 
-def _effort(tokenizer: Any, effort: ReasoningEffort | None, tools: list[dict[str, Any]]) -> dict[str, Any]:
+def _effort(template: str, effort: ReasoningEffort | None) -> dict[str, Any]:
     """Return the variables that tell the chat template an effort; raise RequestError if it reads none of them."""
     if effort is None:
         return {}
-    switches = _switches_of(tokenizer.get_chat_template(tools=tools or None))
+    switches = _switches_of(template)
     if not switches:
         reason = f"the chat template reads none of {', '.join(sorted(_SWITCHES))}"
         raise RequestError(f"reasoning_effort is {effort!r}, but {reason}", "reasoning_effort")
@@ -160,10 +211,10 @@ def _segments(rendered: str, stand_ins: dict[str, str]) -> list[Segment]:
 
 
 def _past_call(call: PastCall) -> dict[str, Any]:
-    """Return a call for the template, with its arguments as an object if possible."""
+    """Return a call, with its arguments as the client's text and as an object if possible."""
     text = call.function.arguments
     check_size(text.encode(), f"the arguments of call {call.id[:100]!r}", "messages")
-    function = {"name": call.function.name, "arguments": past_arguments(text)}
+    function = {"name": call.function.name, "arguments": past_arguments(text), "text": text or "{}"}
     return {"id": call.id, "type": "function", "function": function}
 
 

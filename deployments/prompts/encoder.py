@@ -45,7 +45,7 @@ class PromptEncoder:
         # Two copies, because threads would share a tokenizer's flag for splitting special tokens.
         self._short = tokenizer, ThreadPoolExecutor(1, "short texts")
         self._long = copy.deepcopy(tokenizer), ThreadPoolExecutor(1, "long texts")
-        self._template = ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None
+        self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
         self.form = form_of(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         # Cached, because log probabilities need hundreds per round.

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from deployments.anthropic.messages_request import MessagesRequest
 from deployments.openai.conversation_fields import ChatMessage
 from deployments.openai.responses_request import Item, ResponsesRequest, conversation, renamed
 from engine.errors import PromptTooLongError, RequestError
@@ -149,3 +150,6 @@ def test_an_error_has_the_names_of_this_request() -> None:
     )
     assert (str(error), error.param) == ("max_output_tokens is 9, input has 5", "input")
     assert isinstance(error, PromptTooLongError)
+    left_out = RequestError("the chat template leaves out the text of messages[2] (role tool)", "messages")
+    for fields, name in ((ResponsesRequest.CHAT_FIELDS, "input"), (MessagesRequest.CHAT_FIELDS, "messages")):
+        assert str(renamed(left_out, fields)) == f"the chat template leaves out the text of {name} (role tool)"

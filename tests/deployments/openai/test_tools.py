@@ -15,7 +15,7 @@ from deployments.openai.chat import ChatCompletionRequest
 from deployments.prompts.encoder import PromptEncoder
 from tests.deployments.conftest import client_of, make_sdk
 from tests.deployments.fakes import LocalRouters
-from tests.deployments.templates import HERMES, LLAMA, save_tokenizer
+from tests.deployments.templates import HERMES, LLAMA, family, save_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -113,7 +113,7 @@ async def test_a_stream_of_deltas_is_the_whole_answer(
 
 async def test_a_call_without_a_grammar_cannot_be_required(routers: LocalRouters, tmp_path: Path) -> None:
     body = {"messages": USER, "tools": TOOLS, "max_tokens": 4}
-    async with client_of(HERMES + "{# <function=<parameter= #}", routers, tmp_path) as client:
+    async with client_of(family("<|start|>assistant\n", "", "qwen3-coder"), routers, tmp_path) as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         response = await client.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")

@@ -88,18 +88,19 @@ def test_a_variable_cannot_have_the_name_of_a_parameter(tokenizer: PreTrainedTok
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
+def test_a_variable_can_have_any_other_name(tokenizer: PreTrainedTokenizerFast) -> None:
+    variables = {"template": 1, "tokenizer": 2}
+    assert render(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs=variables)
+
+
 def test_a_tool_cannot_hold_a_special_token(tokenizer: PreTrainedTokenizerFast) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "a <|end|>"}}
     with pytest.raises(RequestError, match="tools holds the text of a special token"):
         render(tokenizer, {"role": "user", "content": "x"}, tools=[tool])
 
 
-def test_thoughts_with_a_text_and_a_call_come_by_one_name() -> None:
-    """As gpt-oss' template refuses a text beside `thinking`, which transformers adds."""
-    template = (
-        "{% for m in messages %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
-        "{{ m.reasoning_content }}/{{ m.thinking }}{% endfor %}"
-    )
-    thought = {**call("{}"), "reasoning_content": "Hm"}
-    assert render(tokenizer_of(template), thought) == [("Hm/Hm", False)]
-    assert render(tokenizer_of(template), {**thought, "content": "a"}) == [("Hm/", False)]
+def test_a_template_that_cannot_be_compiled_refuses_every_message() -> None:
+    tokenizer = tokenizer_of("{% if %}")
+    for effort in ("low", None):
+        with pytest.raises(RequestError, match="the chat template refuses the messages: Expected an expression"):
+            render(tokenizer, {"role": "user", "content": "x"}, reasoning_effort=effort)

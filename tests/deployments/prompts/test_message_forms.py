@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AddedToken
+from transformers import AddedToken, PreTrainedTokenizerFast
 
-from deployments.openai.message_parts import CallArguments, CallStart, Content, MessageParser, Part, Reasoning
+from deployments.openai.message_parts import MessageParser, Part
 from deployments.openai.tools import MessageForm, Tool
 from deployments.prompts.message_forms import form_of
+from tests.chat_templates import Asked, joined
 from tests.deployments import templates
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -21,9 +22,9 @@ OSLO = ("get_weather", {"city": "Oslo", "days": 3})
 
 
 class Family(NamedTuple):
-    """The marks in a chat template, the end of a prompt, an answer, and what it says."""
+    """How the chat template writes thoughts and calls, the end of a prompt, an answer, and what it says."""
 
-    marks: str
+    written: tuple[str, str]
     prompt: str
     answer: str
     thoughts: str
@@ -38,10 +39,14 @@ FAMILIES = {
 }
 
 
-def form(family: Family) -> MessageForm:
-    tokenizer = templates.tokenizer_of("{% for tool in tools %}" + family.marks + "{% endfor %}")
+def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
+    tokenizer = templates.tokenizer_of(templates.family(family.prompt, *family.written))
     tokenizer.add_tokens([AddedToken(text, special=True) for text in family.special])
-    known = form_of(tokenizer)
+    return tokenizer
+
+
+def form(family: Family) -> MessageForm:
+    known = form_of(tokenizer_of(family))
     assert known is not None
     return known
 
@@ -55,27 +60,10 @@ def parts(name: str, pieces: list[str]) -> list[list[Part]]:
     return [parser.feed(piece, is_last=number == len(pieces)) for number, piece in enumerate(pieces, 1)]
 
 
-def message(fed: list[list[Part]]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Thoughts, content and calls, joined as clients join the deltas."""
-    texts = {Reasoning: "", Content: ""}
-    calls: list[tuple[str, str]] = []
-    for part in itertools.chain(*fed):
-        match part:
-            case CallStart():
-                assert part.index == len(calls)
-                calls.append((part.name, ""))
-            case CallArguments():
-                assert part.index == len(calls) - 1
-                calls[-1] = calls[-1][0], calls[-1][1] + part.text
-            case _:
-                texts[type(part)] += part.text
-    return texts[Reasoning], texts[Content], calls
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_familys_answer_is_read_as_it_is_meant_however_it_is_cut(name: str) -> None:
     family = FAMILIES[name]
-    whole = message(parts(name, [family.answer]))
+    whole = joined(parts(name, [family.answer]))
     thoughts, content, calls = whole
     assert (thoughts, content, [(call, json.loads(text)) for call, text in calls]) == (
         family.thoughts,
@@ -83,9 +71,16 @@ def test_a_familys_answer_is_read_as_it_is_meant_however_it_is_cut(name: str) ->
         [tuple(call) for call in family.calls],
     )
     for size in (1, 2, 3, 7):
-        assert message(parts(name, [family.answer[i : i + size] for i in range(0, len(family.answer), size)])) == whole
+        assert joined(parts(name, [family.answer[i : i + size] for i in range(0, len(family.answer), size)])) == whole
     for cut in range(len(family.answer)):
-        assert message(parts(name, [family.answer[:cut], family.answer[cut:]])) == whole
+        assert joined(parts(name, [family.answer[:cut], family.answer[cut:]])) == whole
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].written[1]])
+@pytest.mark.parametrize("question", ["call and result", "parallel calls", "thoughts"])
+def test_what_a_familys_template_writes_is_read(name: str, question: str) -> None:
+    asked = Asked(tokenizer_of(FAMILIES[name]))
+    assert asked.answer(question) == "right"
 
 
 @given(st.sampled_from(sorted(FAMILIES)), st.data())
@@ -104,9 +99,9 @@ def test_an_answer_that_a_limit_cuts_anywhere_is_read_the_same_however_it_is_cut
 ) -> None:
     answer = FAMILIES[name].answer
     answer = answer[: data.draw(st.integers(0, len(answer)))]
-    thoughts, content, calls = message(parts(name, [answer]))
-    assert message(parts(name, [*answer, ""])) == (thoughts, content, calls)
-    expected = message(parts(name, [FAMILIES[name].answer]))
+    thoughts, content, calls = joined(parts(name, [answer]))
+    assert joined(parts(name, [*answer, ""])) == (thoughts, content, calls)
+    expected = joined(parts(name, [FAMILIES[name].answer]))
     assert [call[0] for call in calls] == [call[0] for call in expected[2]][: len(calls)]
     assert all(full[1].startswith(cut[1]) for cut, full in zip(calls, expected[2], strict=False))  # never altered
 
@@ -123,7 +118,7 @@ def test_an_answer_that_a_limit_cuts_anywhere_is_read_the_same_however_it_is_cut
 )
 def test_a_call_that_is_none_is_content_as_it_is(name: str, answer: str) -> None:
     for pieces in ([answer], [*answer, ""]):
-        thoughts, content, calls = message(parts(name, pieces))
+        thoughts, content, calls = joined(parts(name, pieces))
         assert (thoughts, content.removeprefix("</think>"), calls) == ("", answer.removeprefix("</think>"), [])
 
 
@@ -132,7 +127,7 @@ def test_text_of_the_prompt_is_not_said_again(begun: str) -> None:
     """Though it could begin a mark."""
     pieces = ["\nb", " c"]
     parser = MessageParser(FORMS["qwen3"], prompt=f"<|im_start|>assistant\n{begun}", tools=TOOLS)
-    thoughts, content, _ = message([parser.feed(piece, is_last=piece == pieces[-1]) for piece in pieces])
+    thoughts, content, _ = joined([parser.feed(piece, is_last=piece == pieces[-1]) for piece in pieces])
     said = "b c" if begun.endswith(">\n") else "\nb c"
     assert (thoughts, content) == ((said, "") if begun.startswith("<think>") and "</" not in begun else ("", said))
 
@@ -140,12 +135,12 @@ def test_text_of_the_prompt_is_not_said_again(begun: str) -> None:
 def test_content_after_a_call_is_not_lost() -> None:
     call = '[TOOL_CALLS]f[ARGS]{"a": 1}'
     for pieces in ([f"{call}, and }} so on"], [*f"{call}, and }} so on", ""]):
-        assert message(parts("mistral", pieces)) == ("", ", and } so on", [("f", '{"a": 1}')])
+        assert joined(parts("mistral", pieces)) == ("", ", and } so on", [("f", '{"a": 1}')])
 
 
 def test_a_call_that_could_be_of_two_forms_is_read_the_same_however_it_is_cut() -> None:
     answer = FAMILIES["deepseek-v3"].answer.replace("get_weather", '{"a": get_weather', 1)
-    assert message(parts("deepseek-v3", [answer])) == message(parts("deepseek-v3", [*answer, ""]))
+    assert joined(parts("deepseek-v3", [answer])) == joined(parts("deepseek-v3", [*answer, ""]))
 
 
 def test_constrained_thoughts_begin_where_the_prompt_leaves_them() -> None:
@@ -159,7 +154,7 @@ def test_constrained_thoughts_begin_where_the_prompt_leaves_them() -> None:
 def test_without_tools_calls_are_content() -> None:
     call = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
     parser = MessageParser(FORMS["qwen3.5"])
-    assert message([parser.feed(f"<think>Hm.</think>{call}", is_last=True)]) == ("Hm.", call, [])
+    assert joined([parser.feed(f"<think>Hm.</think>{call}", is_last=True)]) == ("Hm.", call, [])
 
 
 def test_a_template_that_says_nothing_known_has_no_form() -> None:
@@ -168,6 +163,14 @@ def test_a_template_that_says_nothing_known_has_no_form() -> None:
     known = form_of(templates.tokenizer_of("<tool_call></think>"))
     assert known is not None
     assert "tool_calls" not in known.template["fields"]
+    prompt = "<|im_start|>assistant\n"
+    shown = templates.family(prompt, "think", "hermes")
+    begun = shown.replace(prompt + "{% endif %}", prompt + "<think>\n{% endif %}")  # QwQ: not in earlier answers
+    hidden = shown.replace("{{ tool | tojson }}", "")
+    other_name = templates.family("[/INST]", "", "mistral").replace("{{ f.name }}", "functions.{{ f.name }}")
+    for template, reads_calls in ((shown, True), (begun, True), (hidden, False), (other_name, False)):
+        known = form_of(templates.tokenizer_of(template))
+        assert ("tool_calls" in (known.template["fields"] if known else {})) == reads_calls
 
 
 OWN: Any = {
@@ -196,7 +199,7 @@ def test_a_tokenizers_own_template_comes_first(caplog: pytest.LogCaptureFixture)
     for pieces in ([answer], [*answer, ""]):
         parser = MessageParser(own, prompt="<|start|>assistant\n<think>", tools=TOOLS)
         fed = [parser.feed(piece, is_last=number == len(pieces)) for number, piece in enumerate(pieces, 1)]
-        assert message(fed) == ("Hm.", "I look.", [("get_weather", json.dumps(OSLO[1]))])
+        assert joined(fed) == ("Hm.", "I look.", [("get_weather", json.dumps(OSLO[1]))])
     tokenizer.response_template = {"fields": 3}
     assert form_of(tokenizer) == form_of(templates.tokenizer_of(templates.HERMES))
     assert "response_template cannot be used" in caplog.text

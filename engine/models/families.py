@@ -5,8 +5,10 @@ replaced. Names are for what no rule sees. `python -m tests.families` writes the
 """
 
 import functools
+import struct
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
@@ -37,6 +39,8 @@ REFUSED: Mapping[str, str] = {
 """Why families are not served, by `model_type`, where no rule tells."""
 _TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """The tasks, as transformers names them, of models that write text, and of models with a part that does."""
+_GGUF_SCALING = (b".rope.scaling.", b"rope_freqs.weight", b"rope_factors_")
+"""Fields and tensors of GGUF files that scale positions; transformers reads none of them."""
 
 
 def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
@@ -55,6 +59,22 @@ def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
     return configuration
+
+
+def gguf_settings(file: Path) -> dict[str, Any]:
+    """Return the config.json that transformers makes of a GGUF file's fields."""
+    from transformers import PreTrainedConfig
+
+    hint = "the original model's config.json and tokenizer.json belong beside it"
+    with file.open("rb") as opened:
+        header = opened.read(2**26)
+    if any(mark in header for mark in _GGUF_SCALING):
+        raise ModelError(f"{file} scales positions, which transformers does not read there; {hint}")
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
+    except (OSError, ValueError, KeyError, IndexError, ImportError, struct.error) as error:
+        raise ModelError(f"cannot read a model configuration from {file}: {error}; {hint}") from error
+    return dict(settings)
 
 
 def text_part(whole: Any) -> Any:

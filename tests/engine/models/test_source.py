@@ -6,18 +6,21 @@ import shutil
 import sys
 
 import pytest
+import torch
 from huggingface_hub import constants
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, LlamaConfig, MistralConfig, Phi3Config
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 
 from cluster.workers.actors import DraftWorker, TargetWorker
 from engine import LLM
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, EngineConfig, ModelConfig
-from engine.errors import ModelError, ModelMismatchError
+from engine.errors import ModelError
 from engine.execution.memory import CacheSize
+from engine.models.causal_lm import Shard
 from engine.models.registry import open_model
-from engine.models.source import check_same_vocabulary
-from tests.engine.tiny import SIZES
+from tests.engine.ranks import AbsentOthers
+from tests.engine.tiny import SIZES, model_of
 
 TEXT = "This PEP proposes  to\n\ncafe\u0301 12345 <|user|>x<|endoftext|>"
 
@@ -45,13 +48,65 @@ def test_a_hub_name_is_found_in_the_local_cache(snapshot):
     assert source.tokenizer.get_vocab() == local.tokenizer.get_vocab()
 
 
-def test_with_longrope_no_text_is_so_long_that_those_beside_it_would_change(tmp_path):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    sizes = SIZES | {"pad_token_id": 0, "original_max_position_embeddings": 128}
-    Phi3Config(**sizes, rope_parameters=rope).save_pretrained(tmp_path)
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+BY_KIND = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        pytest.param({}, 512, id="as it is"),
+        pytest.param({"rope_scaling": YARN | {"original_max_position_embeddings": 512}}, 2048, id="Qwen's recipe"),
+        pytest.param({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 2048, id="an old one, without the original"),
+        pytest.param({"rope_scaling": YARN | {"original_max_position_embeddings": 128}}, 512, id="scaled already"),
+        pytest.param({"rope_parameters": YARN | {"original_max_position_embeddings": 640}}, 2560, id="Qwen3's recipe"),
+        pytest.param({"rope_scaling": {"type": "linear", "factor": 2.0}}, 1024, id="linear"),
+        pytest.param(
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 512, id="dynamic: longer texts change others"
+        ),
+        pytest.param({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 128}}, 512, id="llama3"),
+        pytest.param({"model_type": "mistral", "sliding_window": 8}, 512, id="a window is no limit"),
+        pytest.param(
+            {"model_type": "phi3", "rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
+            128,
+            id="longrope: longer texts change others",
+        ),
+        pytest.param(
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": BY_KIND | {"full_attention": LLAMA3 | {"rope_type": "linear"}},
+            },
+            512,
+            id="Gemma 3 names the scaled length",
+        ),
+        pytest.param(
+            {"model_type": "gemma3_text", "rope_parameters": BY_KIND | {"full_attention": YARN}},
+            2048,
+            id="yarn by kind",
+        ),
+        pytest.param(
+            {
+                "model_type": "gpt2",
+                "max_position_embeddings": 96,
+                "rope_parameters": YARN | {"original_max_position_embeddings": 96},
+            },
+            96,
+            id="learned positions",
+        ),
+    ],
+)
+def test_the_context_is_that_of_the_scaled_positions(settings, length, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES} | settings))
     source = source_of(tmp_path)
-    assert source.configuration.max_position_embeddings == 512
-    assert source.kind.context_length(source.configuration) == 128
+    assert source.max_model_len == length
+    source.check_length(None)
+    source.check_length(length)
+    with pytest.raises(
+        ModelError, match=f"max_model_len is {length + 1:,}, but {tmp_path} takes {length:,} tokens, by"
+    ):
+        source.check_length(length + 1)
 
 
 def test_a_revision_is_found_by_its_name(snapshot):
@@ -76,23 +131,123 @@ def test_a_directory_without_a_configuration_is_named(content, tmp_path):
         _ = source_of(tmp_path).configuration
 
 
-def test_missing_weights_are_named(tmp_path):
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelError, match=r"it lacks model\.safetensors"):
-        _ = source_of(tmp_path).weight_files
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
-    with pytest.raises(ModelError, match=r"it lacks 1\.safetensors"):
+WHOLE, INDEX, SHARDS = "model.safetensors", "model.safetensors.index.json", ("1.safetensors", "2.safetensors")
+
+
+def write_files(folder, *names, weight_map=None, **settings):
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES} | settings))
+    for name in names:
+        (folder / name).touch()
+    if INDEX in names:
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map or {"a": SHARDS[0], "b": SHARDS[1]}})
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "loaded"),
+    [
+        ((WHOLE,), {}, (WHOLE,)),
+        ((INDEX, *SHARDS), {}, SHARDS),
+        ((INDEX, *SHARDS, WHOLE), {}, (WHOLE,)),
+        ((INDEX, WHOLE), {}, (WHOLE,)),
+        ((WHOLE, "pytorch_model.bin", "a.gguf", "model.fp16.safetensors"), {}, (WHOLE,)),
+        ((WHOLE, "1.safetensors"), {"transformers_weights": "1.safetensors"}, ("1.safetensors",)),
+        (("consolidated.safetensors", "a.gguf"), {}, ("a.gguf",)),
+    ],
+)
+def test_the_weights_are_those_that_transformers_would_load(names, settings, loaded, tmp_path, caplog):
+    write_files(tmp_path, *names, **settings)
+    assert source_of(tmp_path).weight_files == [tmp_path / name for name in loaded]
+    assert ("the former is loaded" in caplog.text) == ({WHOLE, INDEX} <= {*names})
+
+
+@pytest.mark.parametrize(
+    ("names", "weight_map", "message"),
+    [
+        ((), None, r"it lacks model\.safetensors$"),
+        (("model.fp16.safetensors",), None, r"it lacks model\.safetensors$"),
+        ((INDEX, "1.safetensors", "pytorch_model.bin"), None, r"it lacks 2\.safetensors"),
+        (("pytorch_model.bin", "a.gguf"), None, r"has its weights in pytorch_model\.bin, which can run code; convert"),
+        (("pytorch_model.bin.index.json",), None, r"in pytorch_model\.bin\.index\.json, which"),
+        ((INDEX,), {"a": "../x/1.safetensors"}, r"index\.json names \.\./x/1\.safetensors, which is not in its"),
+        ((INDEX,), {"a": "/1.safetensors"}, r"index\.json names /1\.safetensors"),
+        (("b.gguf", "a.gguf"), None, r"holds 2 GGUF files, a\.gguf, b\.gguf; name one, as .*/a\.gguf$"),
+    ],
+)
+def test_weights_that_are_not_loaded_are_named(names, weight_map, message, tmp_path):
+    write_files(tmp_path, *names, weight_map=weight_map)
+    with pytest.raises(ModelError, match=message):
         _ = source_of(tmp_path).weight_files
 
 
-def test_every_end_of_text_id_of_the_generation_settings_counts(tmp_path):
-    LlamaConfig(**SIZES).save_pretrained(tmp_path)
-    GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
-    assert source_of(tmp_path).eos_token_ids == [1, 7]
-    GenerationConfig(do_sample=True).save_pretrained(tmp_path)
-    assert source_of(tmp_path).eos_token_ids == [1], "they name no such id, so the configuration's counts"
-    (tmp_path / "generation_config.json").unlink()
-    assert source_of(tmp_path).eos_token_ids == [1]
+def test_an_index_without_files_and_a_file_that_is_no_model_are_named(tmp_path):
+    write_files(tmp_path, "model.bin")
+    (tmp_path / INDEX).write_text("{}")
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json has no weight_map"):
+        _ = source_of(tmp_path).weight_files
+    with pytest.raises(
+        ModelError, match=f"model.bin is a file; name the model's directory, {tmp_path}, or a GGUF file"
+    ):
+        _ = source_of(tmp_path / "model.bin").directory
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["with its shards", "of shards that are gone"])
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["floats", "int8"])
+def test_a_new_file_beside_an_old_index_is_loaded_on_every_path(stale, settings, tmp_path):
+    old, new = (AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)) for _ in range(2))
+    old.save_pretrained(tmp_path, max_shard_size="20KB")
+    new.save_pretrained(tmp_path / "new")
+    (tmp_path / "new" / WHOLE).rename(tmp_path / WHOLE)
+    for shard in tmp_path.glob("model-*.safetensors") if stale else ():
+        shard.unlink()
+    for shard in [None] if settings else [None, Shard(0, 2, AbsentOthers())]:
+        weight = model_of(tmp_path, shard, **settings).module.get_input_embeddings().weight
+        assert torch.equal(weight, AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight)
+        assert torch.equal(weight, new.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "generation", "last", "ends"),
+    [
+        ({}, {"eos_token_id": [1, 7]}, "t1", [1, 7]),
+        ({}, {"do_sample": True}, None, [1]),
+        ({}, None, None, [1]),
+        ({}, {"eos_token_id": None}, "t1", [1]),
+        ({"eos_token_id": [1, 7]}, None, "t7", [1, 7]),
+        ({"eos_token_id": 2}, {"eos_token_id": 2}, "t9", [2, 9]),
+        ({"eos_token_id": None}, None, "t9", [9]),
+        ({"eos_token_id": None}, None, None, []),
+        ({"eos_token_id": [1, -1, 64]}, None, "t1", [1]),
+        (
+            {"model_type": "gemma3", "eos_token_id": [1, 7], "text_config": SIZES | {"eos_token_id": 2}},
+            None,
+            None,
+            [1, 7],
+        ),
+        ({"model_type": "gemma3", "text_config": SIZES | {"eos_token_id": 2}}, None, "t3", [2, 3]),
+    ],
+)
+def test_a_text_ends_as_its_settings_and_its_tokenizer_say(configuration, generation, last, ends, tmp_path, caplog):
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=last).save_pretrained(tmp_path)
+    sizes = {} if "text_config" in configuration else SIZES
+    write_files(tmp_path, **sizes | configuration)
+    if "text_config" in configuration and "eos_token_id" not in configuration:
+        settings = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert source_of(tmp_path).eos_token_ids == ends
+    assert ("each of them ends one" in caplog.text) == (last in ("t3", "t9"))
+
+
+@pytest.mark.parametrize("eos", ["</s>", ["2"], 2.0, True, [None]])
+def test_an_end_that_is_no_id_is_refused(eos, tmp_path):
+    write_files(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelError, match=rf"the eos_token_id of {tmp_path} is .*; it must be an id or a list of ids"):
+        _ = source_of(tmp_path).eos_token_ids
 
 
 def test_a_mistral_whose_layers_differ_is_a_ministral_as_in_transformers(tmp_path):
@@ -124,17 +279,6 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
         _ = source_of(tmp_path).tokenizer
 
 
-def test_the_first_id_that_differs_is_named(target_copy):
-    file = target_copy / "tokenizer.json"
-    content = json.loads(file.read_text())
-    vocabulary = content["model"]["vocab"]
-    first, second = (token for token, token_id in vocabulary.items() if token_id in (40, 41))
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    file.write_text(json.dumps(content))
-    with pytest.raises(ModelMismatchError, match="id 40 "):
-        check_same_vocabulary(source_of(BUNDLED_TARGET), source_of(target_copy))
-
-
 @pytest.fixture(scope="session")
 def opened():
     """Counts the JSON files that this process opens; a hook cannot be removed again."""
@@ -164,8 +308,8 @@ def test_a_process_of_its_own_reads_each_file_once(pair, opened):
     llm._grammars.table_settings()
     files = [f"{path}/{name}" for path in pair for name in FILES]
     # The draft's configuration tells first whether it is a trained head.
-    # The tokenizers' files are compared; if they are the same, only the target's is loaded.
-    expected = dict.fromkeys(files, 1) | {f"{draft}/config.json": 2, f"{target}/tokenizer.json": 2}
+    # The tokenizers' files are compared, and each tells the end of its model's texts.
+    expected = dict.fromkeys(files, 1) | {f"{path}/tokenizer.json": 2 for path in pair} | {f"{draft}/config.json": 2}
     assert {file: opened[file] for file in files} == expected
 
 
@@ -181,8 +325,8 @@ def test_a_worker_reads_each_file_once(role, pair, opened):
         worker.load(config, target, CacheSize(64, 4), run_ahead=False)
     files = [f"{path}/{name}" for path in pair for name in FILES]
     expected = {file: int(file.startswith(config.path) or role == "draft") for file in files}
-    # A grammar loads it; a draft compares it with the target's.
-    expected |= {file: int(role == "draft") for file in files if file.endswith("tokenizer.json")}
+    # It tells the end of a text; a draft compares it with the target's, too.
+    expected |= {file: 2 * expected[file] for file in files if file.endswith("tokenizer.json") and role == "draft"}
     assert {file: opened[file] for file in files} == expected
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from cluster.workers.loading import load_drafter
+from cluster.workers.loading import load_drafter, load_verifier
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.ngram import NgramDrafter
@@ -82,6 +82,8 @@ def test_texts_go_on_to_the_end_of_scaled_positions_and_drafts_to_that_of_their_
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": None, "rope_scaling": rope}))
     with pytest.raises(ModelError, match=r"max_model_len is 257, but .*/target takes 256 tokens"):
         make_llm(*folders, max_model_len=257)
+    with pytest.raises(ModelError, match="max_model_len is 257, but"):
+        load_verifier(open_model(ModelConfig(str(folders[0]))), EngineConfig(max_model_len=257), shard=None)
     llm = make_llm(*folders, max_model_len=256, speculation="fixed")
     prompt, params = [5, 6, 7], SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     [[tokens]] = token_ids(llm, [prompt], params)
@@ -89,6 +91,13 @@ def test_texts_go_on_to_the_end_of_scaled_positions_and_drafts_to_that_of_their_
     expected = module.generate(torch.tensor([prompt]), max_length=256, do_sample=False, eos_token_id=None)
     assert [*prompt, *tokens] == expected[0].tolist()
     assert 0 < llm.stats.num_accepted_tokens < 64
+
+
+def test_an_llm_takes_blocks_for_its_targets_context_and_few_on_a_cpu(tmp_path: Path) -> None:
+    target = save_llama(tmp_path / "target", seed=1, positions=512)
+    draft = save_llama(tmp_path / "draft", seed=1, positions=16_384)
+    config = make_llm(target, draft).engine.config
+    assert (config.max_model_len, config.num_blocks) == (512, 32 * 17)
 
 
 def test_a_text_ends_at_the_end_of_the_tokenizer_that_the_configuration_lacks(

@@ -48,64 +48,37 @@ def test_a_hub_name_is_found_in_the_local_cache(snapshot):
     assert source.tokenizer.get_vocab() == local.tokenizer.get_vocab()
 
 
+ORIGINAL, SCALED = "original_max_position_embeddings", "rope_scaling"
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
-BY_KIND = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+GEMMA3 = {"model_type": "gemma3_text"}
+GPT2 = {"model_type": "gpt2", "max_position_embeddings": 96}
+CONTEXTS = {
+    "as it is": (512, {}),
+    "Qwen's recipe": (2048, {SCALED: YARN | {ORIGINAL: 512}}),
+    "an old recipe, without the original": (2048, {SCALED: {"type": "yarn", "factor": 4.0}}),
+    "more positions than were trained": (2048, {"max_position_embeddings": 640, SCALED: YARN | {ORIGINAL: 512}}),
+    "scaled already": (512, {SCALED: YARN | {ORIGINAL: 128}}),
+    "linear": (1024, {SCALED: {"type": "linear", "factor": 2.0}}),
+    "dynamic, where longer texts change others": (512, {SCALED: {"type": "dynamic", "factor": 2.0}}),
+    "longrope, likewise": (128, {"model_type": "phi3", "rope_parameters": LONGROPE, ORIGINAL: 128}),
+    "llama3": (512, {"rope_parameters": LLAMA3 | {ORIGINAL: 128}}),
+    "a window is no limit": (512, {"model_type": "mistral", "sliding_window": 8}),
+    "Gemma 3, linear and scaled already": (512, GEMMA3 | {SCALED: {"rope_type": "linear", "factor": 8.0}}),
+    "yarn in one kind of layers": (2048, GEMMA3 | {"rope_parameters": {"full_attention": YARN}}),
+    "learned positions": (96, GPT2 | {"rope_parameters": YARN | {ORIGINAL: 96}}),
+}
 
 
-@pytest.mark.parametrize(
-    ("settings", "length"),
-    [
-        pytest.param({}, 512, id="as it is"),
-        pytest.param({"rope_scaling": YARN | {"original_max_position_embeddings": 512}}, 2048, id="Qwen's recipe"),
-        pytest.param({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 2048, id="an old one, without the original"),
-        pytest.param({"rope_scaling": YARN | {"original_max_position_embeddings": 128}}, 512, id="scaled already"),
-        pytest.param({"rope_parameters": YARN | {"original_max_position_embeddings": 640}}, 2560, id="Qwen3's recipe"),
-        pytest.param({"rope_scaling": {"type": "linear", "factor": 2.0}}, 1024, id="linear"),
-        pytest.param(
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 512, id="dynamic: longer texts change others"
-        ),
-        pytest.param({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 128}}, 512, id="llama3"),
-        pytest.param({"model_type": "mistral", "sliding_window": 8}, 512, id="a window is no limit"),
-        pytest.param(
-            {"model_type": "phi3", "rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
-            128,
-            id="longrope: longer texts change others",
-        ),
-        pytest.param(
-            {
-                "model_type": "gemma3_text",
-                "rope_parameters": BY_KIND | {"full_attention": LLAMA3 | {"rope_type": "linear"}},
-            },
-            512,
-            id="Gemma 3 names the scaled length",
-        ),
-        pytest.param(
-            {"model_type": "gemma3_text", "rope_parameters": BY_KIND | {"full_attention": YARN}},
-            2048,
-            id="yarn by kind",
-        ),
-        pytest.param(
-            {
-                "model_type": "gpt2",
-                "max_position_embeddings": 96,
-                "rope_parameters": YARN | {"original_max_position_embeddings": 96},
-            },
-            96,
-            id="learned positions",
-        ),
-    ],
-)
-def test_the_context_is_that_of_the_scaled_positions(settings, length, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES} | settings))
-    source = source_of(tmp_path)
-    assert source.max_model_len == length
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_the_context_is_that_of_the_scaled_positions(name, tmp_path):
+    length, settings = CONTEXTS[name]
+    source = written(tmp_path, **settings)
     source.check_length(None)
     source.check_length(length)
-    with pytest.raises(
-        ModelError, match=f"max_model_len is {length + 1:,}, but {tmp_path} takes {length:,} tokens, by"
-    ):
+    problem = f"max_model_len is {length + 1:,}, but {tmp_path} takes {length:,} tokens, by max_position_embeddings"
+    with pytest.raises(ModelError, match=problem):
         source.check_length(length + 1)
 
 
@@ -131,65 +104,58 @@ def test_a_directory_without_a_configuration_is_named(content, tmp_path):
         _ = source_of(tmp_path).configuration
 
 
-WHOLE, INDEX, SHARDS = "model.safetensors", "model.safetensors.index.json", ("1.safetensors", "2.safetensors")
+WHOLE, INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+SHARDS = ("1.safetensors", "2.safetensors")
+FILES_LOADED = [
+    ((WHOLE,), {}, [WHOLE]),
+    ((INDEX, *SHARDS), {}, [*SHARDS]),
+    ((INDEX, *SHARDS, WHOLE), {}, [WHOLE]),
+    ((INDEX, WHOLE), {}, [WHOLE]),
+    ((WHOLE, BIN, "a.gguf", "model.fp16.safetensors"), {}, [WHOLE]),
+    ((WHOLE, "1.safetensors"), {"transformers_weights": "1.safetensors"}, ["1.safetensors"]),
+    (("consolidated.safetensors", "a.gguf"), {}, ["a.gguf"]),
+    ((), {}, r"it lacks model\.safetensors$"),
+    (("model.fp16.safetensors",), {}, r"it lacks model\.safetensors$"),
+    ((INDEX, "1.safetensors", BIN), {}, r"it lacks 2\.safetensors"),
+    ((BIN, "a.gguf"), {}, r"has its weights in pytorch_model\.bin, which can run code; convert it to safetensors"),
+    ((f"{BIN}.index.json",), {}, r"in pytorch_model\.bin\.index\.json, which"),
+    (
+        (INDEX,),
+        {"weight_map": {"a": "../x/1.safetensors"}},
+        r"json names \.\./x/1\.safetensors, which is not in",
+    ),
+    ((INDEX,), {"weight_map": {"a": "/1.safetensors"}}, r"index\.json names /1\.safetensors"),
+    ((INDEX,), {"weight_map": []}, r"index\.json has no weight_map"),
+    (("b.gguf", "a.gguf"), {}, r"holds 2 GGUF files, a\.gguf, b\.gguf; name one, as .*/a\.gguf$"),
+]
 
 
-def write_files(folder, *names, weight_map=None, **settings):
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES} | settings))
+def written(folder, *names, weight_map=None, **settings):
+    sizes = {} if "text_config" in settings else SIZES
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes} | settings))
     for name in names:
         (folder / name).touch()
+    weight_map = dict(enumerate(SHARDS)) if weight_map is None else weight_map
     if INDEX in names:
-        (folder / INDEX).write_text(
-            json.dumps({"metadata": {}, "weight_map": weight_map or {"a": SHARDS[0], "b": SHARDS[1]}})
-        )
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return source_of(folder)
 
 
-@pytest.mark.parametrize(
-    ("names", "settings", "loaded"),
-    [
-        ((WHOLE,), {}, (WHOLE,)),
-        ((INDEX, *SHARDS), {}, SHARDS),
-        ((INDEX, *SHARDS, WHOLE), {}, (WHOLE,)),
-        ((INDEX, WHOLE), {}, (WHOLE,)),
-        ((WHOLE, "pytorch_model.bin", "a.gguf", "model.fp16.safetensors"), {}, (WHOLE,)),
-        ((WHOLE, "1.safetensors"), {"transformers_weights": "1.safetensors"}, ("1.safetensors",)),
-        (("consolidated.safetensors", "a.gguf"), {}, ("a.gguf",)),
-    ],
-)
+@pytest.mark.parametrize(("names", "settings", "loaded"), FILES_LOADED)
 def test_the_weights_are_those_that_transformers_would_load(names, settings, loaded, tmp_path, caplog):
-    write_files(tmp_path, *names, **settings)
-    assert source_of(tmp_path).weight_files == [tmp_path / name for name in loaded]
+    source = written(tmp_path, *names, **settings)
+    if isinstance(loaded, str):
+        with pytest.raises(ModelError, match=loaded):
+            _ = source.weight_files
+        return
+    assert source.weight_files == [tmp_path / name for name in loaded]
     assert ("the former is loaded" in caplog.text) == ({WHOLE, INDEX} <= {*names})
 
 
-@pytest.mark.parametrize(
-    ("names", "weight_map", "message"),
-    [
-        ((), None, r"it lacks model\.safetensors$"),
-        (("model.fp16.safetensors",), None, r"it lacks model\.safetensors$"),
-        ((INDEX, "1.safetensors", "pytorch_model.bin"), None, r"it lacks 2\.safetensors"),
-        (("pytorch_model.bin", "a.gguf"), None, r"has its weights in pytorch_model\.bin, which can run code; convert"),
-        (("pytorch_model.bin.index.json",), None, r"in pytorch_model\.bin\.index\.json, which"),
-        ((INDEX,), {"a": "../x/1.safetensors"}, r"index\.json names \.\./x/1\.safetensors, which is not in its"),
-        ((INDEX,), {"a": "/1.safetensors"}, r"index\.json names /1\.safetensors"),
-        (("b.gguf", "a.gguf"), None, r"holds 2 GGUF files, a\.gguf, b\.gguf; name one, as .*/a\.gguf$"),
-    ],
-)
-def test_weights_that_are_not_loaded_are_named(names, weight_map, message, tmp_path):
-    write_files(tmp_path, *names, weight_map=weight_map)
-    with pytest.raises(ModelError, match=message):
-        _ = source_of(tmp_path).weight_files
-
-
-def test_an_index_without_files_and_a_file_that_is_no_model_are_named(tmp_path):
-    write_files(tmp_path, "model.bin")
-    (tmp_path / INDEX).write_text("{}")
-    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json has no weight_map"):
-        _ = source_of(tmp_path).weight_files
-    with pytest.raises(
-        ModelError, match=f"model.bin is a file; name the model's directory, {tmp_path}, or a GGUF file"
-    ):
-        _ = source_of(tmp_path / "model.bin").directory
+def test_a_file_that_is_no_model_is_named(tmp_path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelError, match=f"is a file; name the model's directory, {tmp_path}, or a GGUF file"):
+        _ = source_of(tmp_path / "model.bin").configuration
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["with its shards", "of shards that are gone"])
@@ -207,47 +173,38 @@ def test_a_new_file_beside_an_old_index_is_loaded_on_every_path(stale, settings,
         assert torch.equal(weight, new.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize(
-    ("configuration", "generation", "last", "ends"),
-    [
-        ({}, {"eos_token_id": [1, 7]}, "t1", [1, 7]),
-        ({}, {"do_sample": True}, None, [1]),
-        ({}, None, None, [1]),
-        ({}, {"eos_token_id": None}, "t1", [1]),
-        ({"eos_token_id": [1, 7]}, None, "t7", [1, 7]),
-        ({"eos_token_id": 2}, {"eos_token_id": 2}, "t9", [2, 9]),
-        ({"eos_token_id": None}, None, "t9", [9]),
-        ({"eos_token_id": None}, None, None, []),
-        ({"eos_token_id": [1, -1, 64]}, None, "t1", [1]),
-        (
-            {"model_type": "gemma3", "eos_token_id": [1, 7], "text_config": SIZES | {"eos_token_id": 2}},
-            None,
-            None,
-            [1, 7],
-        ),
-        ({"model_type": "gemma3", "text_config": SIZES | {"eos_token_id": 2}}, None, "t3", [2, 3]),
-    ],
-)
+IMAGES = {"model_type": "gemma3", "text_config": SIZES | {"eos_token_id": 2}}
+ENDS = [
+    ({}, {"eos_token_id": [1, 7]}, "t1", [1, 7]),
+    ({}, {"do_sample": True}, None, [1]),
+    ({}, None, None, [1]),
+    ({}, {"eos_token_id": None}, "t1", [1]),
+    ({"eos_token_id": [1, 7]}, None, "t7", [1, 7]),
+    ({"eos_token_id": 2}, {"eos_token_id": 2}, "t9", [2, 9]),
+    ({"eos_token_id": 3}, {"eos_token_id": 2}, None, [2]),
+    ({"eos_token_id": None}, None, "t9", [9]),
+    ({"eos_token_id": None}, None, None, []),
+    ({"eos_token_id": [1, -1, 64]}, None, "t1", [1]),
+    (IMAGES | {"eos_token_id": [1, 7]}, None, None, [1, 7]),
+    (IMAGES | {"eos_token_id": None}, None, "t9", [2, 9]),
+    *(({}, {"eos_token_id": wrong}, None, None) for wrong in ("</s>", ["2"], 2.0, True, [None])),
+]
+
+
+@pytest.mark.parametrize(("configuration", "generation", "last", "ends"), ENDS)
 def test_a_text_ends_as_its_settings_and_its_tokenizer_say(configuration, generation, last, ends, tmp_path, caplog):
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=last).save_pretrained(tmp_path)
-    sizes = {} if "text_config" in configuration else SIZES
-    write_files(tmp_path, **sizes | configuration)
-    if "text_config" in configuration and "eos_token_id" not in configuration:
-        settings = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
+    source = written(tmp_path, **configuration)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert source_of(tmp_path).eos_token_ids == ends
-    assert ("each of them ends one" in caplog.text) == (last in ("t3", "t9"))
-
-
-@pytest.mark.parametrize("eos", ["</s>", ["2"], 2.0, True, [None]])
-def test_an_end_that_is_no_id_is_refused(eos, tmp_path):
-    write_files(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(ModelError, match=rf"the eos_token_id of {tmp_path} is .*; it must be an id or a list of ids"):
-        _ = source_of(tmp_path).eos_token_ids
+    if ends is None:
+        with pytest.raises(ModelError, match=rf"the eos_token_id of {tmp_path} is .*; it must be an id or a list"):
+            _ = source.eos_token_ids
+        return
+    assert source.eos_token_ids == ends
+    warned = [record for record in caplog.records if "each of them ends one" in record.message]
+    assert [record.levelname for record in warned] == ["WARNING"] * (last == "t9")
 
 
 def test_a_mistral_whose_layers_differ_is_a_ministral_as_in_transformers(tmp_path):

@@ -179,7 +179,7 @@ class ModelSource:
         from transformers import PreTrainedTokenizerFast
 
         file = None if (self.directory / "tokenizer.json").exists() else self.gguf_file
-        arguments = {} if file is None else {"gguf_file": file.name}
+        arguments: dict[str, Any] = {} if file is None else {"gguf_file": file.name}
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory, **arguments)
         except (OSError, ValueError, KeyError) as error:

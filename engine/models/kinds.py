@@ -28,10 +28,11 @@ class ModelKind:
             raise ModelError(f"{config.path} is {reason}")
 
     def context_length(self, configuration: Any) -> int:
-        """Return how many tokens a request may have, prompt and text together, as vLLM does.
+        """Return how many tokens a request may have, prompt and text together.
 
-        Where scaled, `max_position_embeddings` is that before scaling; by layers' kinds, and for llama3, it is scaled.
-        Longer texts would change the frequencies of all tokens of a pass, other requests' too, by longrope and dynamic.
+        As in vLLM, yarn multiplies the positions, and so does linear unless it is for some kinds of layers only: those
+        configurations name the scaled length, as those with llama3 do. With longrope and dynamic, the original length
+        is the limit: a longer text would change the frequencies of all tokens of its pass, also of other requests.
         """
         text = configuration.get_text_config()
         rope = (hasattr(type(text), "rope_parameters") and text.rope_parameters) or {}

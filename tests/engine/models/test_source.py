@@ -67,6 +67,10 @@ CONTEXTS = {
     "a window is no limit": (512, {"model_type": "mistral", "sliding_window": 8}),
     "Gemma 3, linear and scaled already": (512, GEMMA3 | {SCALED: {"rope_type": "linear", "factor": 8.0}}),
     "yarn in one kind of layers": (2048, GEMMA3 | {"rope_parameters": {"full_attention": YARN}}),
+    "yarn in both": (
+        1024,
+        GEMMA3 | {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN | {"factor": 2.0}}},
+    ),
     "learned positions": (96, GPT2 | {"rope_parameters": YARN | {ORIGINAL: 96}}),
 }
 
@@ -107,8 +111,8 @@ def test_a_directory_without_a_configuration_is_named(content, tmp_path):
 WHOLE, INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 SHARDS = ("1.safetensors", "2.safetensors")
 FILES_LOADED = [
-    ((WHOLE,), {}, [WHOLE]),
-    ((INDEX, *SHARDS), {}, [*SHARDS]),
+    ((WHOLE, "a.gguf"), {}, [WHOLE]),
+    ((INDEX, *SHARDS, "a.gguf"), {}, [*SHARDS]),
     ((INDEX, *SHARDS, WHOLE), {}, [WHOLE]),
     ((INDEX, WHOLE), {}, [WHOLE]),
     ((WHOLE, BIN, "a.gguf", "model.fp16.safetensors"), {}, [WHOLE]),

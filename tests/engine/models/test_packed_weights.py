@@ -287,6 +287,7 @@ def test_a_gguf_file_beside_a_configuration_becomes_floats(tmp_path):
 @pytest.mark.parametrize(
     ("added", "message"),
     [
+        (b"no GGUF", r"cannot read a model configuration from .*a\.gguf"),
         (b"", r"cannot read a model configuration from .*a\.gguf: .*; the original model's config\.json and tokenizer"),
         (
             b"GGUF\x03\0\0\0" + b"\xff" * 16,

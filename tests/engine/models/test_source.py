@@ -71,6 +71,7 @@ CONTEXTS = {
         1024,
         GEMMA3 | {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN | {"factor": 2.0}}},
     ),
+    "an encoder-decoder, and its start token": (2047, {"model_type": "t5", "decoder_start_token_id": 0}),
     "learned positions": (96, GPT2 | {"rope_parameters": YARN | {ORIGINAL: 96}}),
 }
 

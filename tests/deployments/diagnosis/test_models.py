@@ -99,6 +99,14 @@ def test_the_memory_plan_counts_every_process_on_this_machine(monkeypatch):
     assert ", 48 tokens fit" in next(pair_findings(config(tensor_parallel_size="2"))).found
 
 
+def test_a_draft_with_a_long_context_takes_no_more_of_the_cache(tmp_path: Path):
+    draft = shutil.copytree(BUNDLED_DRAFT, tmp_path / "draft")
+    settings = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**20}))
+    found = [next(pair_findings(config(draft_model=model))).found for model in ("auto", str(draft))]
+    assert found[0] == found[1]
+
+
 def test_models_that_do_not_fit_are_an_error():
     for name, value in (("memory_fraction", "1e-9"), ("max_model_len", "100000")):
         (pair,) = pair_findings(config(**{name: value}))

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.config import ModelConfig
 from engine.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from engine.models.causal_lm import CausalLM
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 KINDS: Mapping[str, str] = {
@@ -122,6 +125,54 @@ def refusal(configuration: Any, *, rolls_back: bool) -> str | None:
     if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return f"{model_type}, whose attention cannot be replaced in transformers"
     return None
+
+
+class ModelKind:
+    """How decoder-only models are served; other kinds derive from it.
+
+    Attributes:
+        refusals: why a feature is not served, by its name; draft_refusals: likewise for a model that drafts.
+    """
+
+    name = "decoder-only"
+    refusals: Mapping[str, str] = {}
+    draft_refusals: Mapping[str, str] = {}
+
+    def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
+        """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
+        if (reason := refusal(configuration, rolls_back=bool(self.draft_refusals))) is not None:
+            raise ModelError(f"{config.path} is {reason}")
+
+    def context_length(self, configuration: Any) -> int:
+        """Return how many tokens a request may have, prompt and text together.
+
+        As in vLLM, yarn multiplies the positions, and so does linear unless it is for some kinds of layers only: those
+        configurations name the scaled length, as those with llama3 do. With longrope and dynamic, the original length
+        is the limit: a longer text would change the frequencies of all tokens of its pass, also of other requests.
+        """
+        text = configuration.get_text_config()
+        rope = (hasattr(type(text), "rope_parameters") and text.rope_parameters) or {}
+        longest: int = text.max_position_embeddings
+        by_kind = [scaling for scaling in rope.values() if isinstance(scaling, dict)]
+        lengths, lengthens = [], {"yarn"} if by_kind else {"yarn", "linear"}
+        for scaling in by_kind or [rope]:
+            original, factor = scaling.get("original_max_position_embeddings") or longest, scaling.get("factor")
+            if scaling.get("rope_type") == "longrope":
+                lengths.append(original)
+            elif scaling.get("rope_type") in lengthens and factor:
+                lengths.append(original * factor)
+        return int(min(lengths, default=longest))
+
+    def start_id(self, settings: Mapping[str, Any], generation_settings: Mapping[str, Any]) -> int | None:
+        """Return the token that a text starts with after its prompt; None for decoder-only models."""
+        return None
+
+    @property
+    def model_class(self) -> "type[CausalLM]":
+        """The class of loaded models."""
+        from engine.models.causal_lm import CausalLM
+
+        return CausalLM
 
 
 def logit_scale(text: "PreTrainedConfig") -> float:

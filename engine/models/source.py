@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
-from engine.models.families import gguf_settings, keep_layers, read_configuration, text_part
-from engine.models.kinds import ModelKind
+from engine.models.families import ModelKind, gguf_settings, keep_layers, read_configuration, text_part
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 """How byte-level and SentencePiece tokenizers write a space, and the former a new line."""

@@ -127,10 +127,10 @@ FILES_LOADED = [
     (
         (INDEX,),
         {"weight_map": {"a": "../x/1.safetensors"}},
-        r"json names \.\./x/1\.safetensors, which is not in",
+        r"index\.json names '?\.\./x/1\.safetensors",
     ),
-    ((INDEX,), {"weight_map": {"a": "/1.safetensors"}}, r"index\.json names /1\.safetensors"),
-    ((INDEX,), {"weight_map": []}, r"index\.json has no weight_map"),
+    ((INDEX,), {"weight_map": {"a": "/1.safetensors"}}, r"index\.json names '?/1\.safetensors"),
+    ((INDEX,), {"weight_map": []}, r"index\.json.* weight_map"),
     (("b.gguf", "a.gguf"), {}, r"holds 2 GGUF files, a\.gguf, b\.gguf; name one, as .*/a\.gguf$"),
 ]
 
@@ -159,7 +159,7 @@ def test_the_weights_are_those_that_transformers_would_load(names, settings, loa
 
 def test_a_file_that_is_no_model_is_named(tmp_path):
     (tmp_path / "model.bin").touch()
-    with pytest.raises(ModelError, match=f"is a file; name the model's directory, {tmp_path}, or a GGUF file"):
+    with pytest.raises(ModelError, match=r"model\.bin is a file; name .* or a GGUF file"):
         _ = source_of(tmp_path / "model.bin").configuration
 
 

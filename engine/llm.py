@@ -94,15 +94,17 @@ class LLM:
         method = choose_method(config, has_draft_model=draft_config is not None)
         check_kinds(target_source, draft_source, method)
         check_self_draft(config, target_source)
+        target_source.check_length(config.max_model_len)
         self._seed = seed
         self._num_requests = 0
         self.tokenizer = target_source.tokenizer
         if draft_source is not None:
             shared_tokens(target_source, draft_source)
         # Before any model loads.
-        surveys = [survey(source, config) for source in (target_source, draft_source) if source is not None]
-        footprints = [one.footprint for one in surveys]
-        cache = plan_cache(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
+        first = survey(target_source, config)
+        config = replace(config, max_model_len=first.footprint.max_model_len)  # the draft's may be longer
+        footprints = [first.footprint] + ([] if draft_source is None else [survey(draft_source, config).footprint])
+        cache = plan_cache(first.free_bytes, footprints, config, device=first.device, is_script=True)
         config = replace(config, **cache._asdict())
         branches = method.branches(config)
         target = make_backend(load_target(target_source), target_source, config, branches=branches)

@@ -46,6 +46,7 @@ def load_drafter(
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:
     """Load the target or a rank's shard of it, to be warmed up, or raise ModelError."""
     check_self_draft(engine, source)
+    source.check_length(engine.max_model_len)
     # Drafting in the target needs no draft model, so its absence makes no difference here.
     method = choose_method(engine, has_draft_model=True)
     model = load_target(source, shard, keeps_kv=not method.reads_features)

@@ -114,7 +114,8 @@ class PoolWorker:
         """
         info, engine = self._backend.info, self._engine
         assert engine.num_blocks is not None
-        blocks_per_context = -(-(info.max_model_len + engine.num_speculative_tokens) // engine.block_size)
+        length = min(info.max_model_len, engine.max_model_len or info.max_model_len) + engine.num_speculative_tokens
+        blocks_per_context = -(-length // engine.block_size)
         with self._lock:
             rows = [one.num_rows for one in self._leased]
             needed, num_blocks = sum(blocks_per_context + count for count in (*rows, num_rows)), engine.num_blocks

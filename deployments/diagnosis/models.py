@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from cluster.config import GroupConfig
 from cluster.placement import PlacementError, placement_bundles, shares_gpu
@@ -65,11 +66,13 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
         others = []
     try:
         check_kinds(target, others[0] if others else None, group.method)
+        target.check_length(engine.max_model_len)
         shared_ids = [shared_tokens(target, draft) for draft in others]
         has_one_gpu = shares_gpu(group, placement_bundles(group, num_gpus=this_machine()[0]["GPU"]))
         first, *rest = [survey(target, engine, world_size=size), *(survey(draft, engine) for draft in others)]
         on_cpu = first.device == "cpu"
         workers = [first.footprint] * (size if on_cpu else 1) + [one.footprint for one in rest if on_cpu or has_one_gpu]
+        engine = replace(engine, max_model_len=first.footprint.max_model_len)
         cache = plan_cache(first.free_bytes, workers, engine, device=first.device)
     except (ConfigError, ModelError, PlacementError) as error:
         advice = (

@@ -19,6 +19,7 @@ from deployments.diagnosis.machine import size_text
 from deployments.diagnosis.models import weight_file_bytes
 from engine.config import BUNDLED_TARGET
 from engine.drafting.registry import settle_drafting
+from engine.models.registry import open_model
 from engine.params import SamplingParams
 
 TEMPERATURE = 0.7
@@ -29,6 +30,7 @@ TRIAL_S = 4.0
 """For passes; with imports and loading, a trial takes ten seconds."""
 _MAX_WEIGHT_BYTES = 2 * 2**30
 _MIN_TURNS = 2
+_MAX_LENGTH = 1024
 
 
 class Figures(NamedTuple):
@@ -85,17 +87,18 @@ def speed_finding(subject: str, plain: Figures, drafted: Figures) -> Finding:
 
 def trial_findings(config: AppConfig) -> Iterator[Finding]:
     """Try the pair in this process, with uncompiled passes and a draft that does not run ahead."""
-    size, reason = weight_file_bytes(config), ""
+    size, reason, settled = weight_file_bytes(config), "", settle_drafting(config.pair)
     if size > _MAX_WEIGHT_BYTES:
         reason = f"loading {size_text(size)} takes too long; start the server, and use --url"
-    elif not settle_drafting(config.pair).engine.num_speculative_tokens:
+    elif not settled.engine.num_speculative_tokens:
         reason = "the settings allow no drafts"
     if reason:
         yield Finding("ok", "trial", f"left out: {reason}")
         return
     from engine.llm import LLM
 
-    overrides = {"compile": "off", "speculation": "fixed", "max_num_seqs": 1, "max_model_len": 1024}
+    length = min(_MAX_LENGTH, settled.engine.max_model_len or _MAX_LENGTH, open_model(settled.target).max_model_len)
+    overrides = {"compile": "off", "speculation": "fixed", "max_num_seqs": 1, "max_model_len": length}
     llm = LLM(**asdict(config.pair) | overrides)
 
     def now() -> Figures:

@@ -17,6 +17,9 @@ from engine.errors import ModelError
 GPU_FRACTION = 0.9
 CPU_FRACTION = 0.5
 """Default fractions of the remaining memory for KV blocks; a CPU's is lower, because other processes share it."""
+SCRIPT_TOKENS = 256
+"""Tokens for each of `max_num_seqs` requests that the KV blocks of an `LLM` on a CPU hold by default, or one request of
+full length, if that has more tokens: a notebook needs the rest of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,16 @@ class CacheSize(NamedTuple):
     num_states: int
 
 
-def plan_cache(free_bytes: int, workers: Sequence[Footprint], config: EngineConfig, *, device: str) -> CacheSize:
+def plan_cache(
+    free_bytes: int, workers: Sequence[Footprint], config: EngineConfig, *, device: str, is_script: bool = False
+) -> CacheSize:
     """Return how many KV blocks and state slots each worker on a device gets; a pure function.
 
     Args:
         free_bytes: free memory of the device before any worker has loaded.
         device: identifies the device; "cpu" is the node's memory.
         workers: all workers that will load there: the target's ranks, and the draft if it is on this device.
+        is_script: the workers are those of an `LLM`; see `SCRIPT_TOKENS`, which `memory_fraction` overrides.
 
     Raises:
         ModelError: the models do not fit, or leave no room for a request of full length, or for a state per request.
@@ -86,7 +92,8 @@ def plan_cache(free_bytes: int, workers: Sequence[Footprint], config: EngineConf
                 f"{room} for KV blocks{states} in half of it, but max_num_seqs {config.max_num_seqs} needs "
                 f"{config.max_num_seqs + 1} slots; lower max_num_seqs, or raise memory_fraction"
             )
-    length = max(worker.max_model_len for worker in workers) + config.num_speculative_tokens
+    longest = max(worker.max_model_len for worker in workers)
+    length = min(longest, config.max_model_len or longest) + config.num_speculative_tokens
     blocks_per_request = -(-length // config.block_size)
     block_bytes = config.block_size * sum(worker.kv_token_bytes for worker in workers)
     affordable = (budget - num_states * state_bytes) // block_bytes
@@ -96,6 +103,9 @@ def plan_cache(free_bytes: int, workers: Sequence[Footprint], config: EngineConf
             f"{_gib(blocks_per_request * block_bytes)} of blocks; lower {'max_num_seqs, ' * bool(states)}max_model_len "
             "or max_num_batched_tokens, or raise memory_fraction"
         )
+    if is_script and device == "cpu" and config.memory_fraction is None:
+        each = -(-(SCRIPT_TOKENS + config.num_speculative_tokens) // config.block_size)
+        affordable = min(affordable, max(blocks_per_request, each * config.max_num_seqs))
     return CacheSize(min(affordable, blocks_per_request * config.max_num_seqs), num_states)
 
 

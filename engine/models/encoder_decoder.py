@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.models.source import ModelKind
+from engine.models.families import ModelKind
 
 if TYPE_CHECKING:
     from engine.models.causal_lm import CausalLM

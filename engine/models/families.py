@@ -5,14 +5,19 @@ replaced. Names are for what no rule sees. `python -m tests.families` writes the
 """
 
 import functools
+import struct
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.config import ModelConfig
 from engine.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from engine.models.causal_lm import CausalLM
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 KINDS: Mapping[str, str] = {
@@ -37,6 +42,8 @@ REFUSED: Mapping[str, str] = {
 """Why families are not served, by `model_type`, where no rule tells."""
 _TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """The tasks, as transformers names them, of models that write text, and of models with a part that does."""
+_GGUF_SCALING = (b".rope.scaling.", b"rope_freqs.weight", b"rope_factors_")
+"""Fields and tensors of GGUF files that scale positions; transformers reads none of them."""
 
 
 def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
@@ -55,6 +62,22 @@ def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
     return configuration
+
+
+def gguf_settings(file: Path) -> dict[str, Any]:
+    """Return the config.json that transformers makes of a GGUF file's fields."""
+    from transformers import PreTrainedConfig
+
+    hint = "the original model's config.json and tokenizer.json belong beside it"
+    with file.open("rb") as opened:
+        header = opened.read(2**26)
+    if any(mark in header for mark in _GGUF_SCALING):
+        raise ModelError(f"{file} scales positions, which transformers does not read there; {hint}")
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(file.parent, gguf_file=file.name)
+    except (OSError, ValueError, KeyError, IndexError, ImportError, struct.error) as error:
+        raise ModelError(f"cannot read a model configuration from {file}: {error}; {hint}") from error
+    return dict(settings)
 
 
 def text_part(whole: Any) -> Any:
@@ -102,6 +125,54 @@ def refusal(configuration: Any, *, rolls_back: bool) -> str | None:
     if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return f"{model_type}, whose attention cannot be replaced in transformers"
     return None
+
+
+class ModelKind:
+    """How decoder-only models are served; other kinds derive from it.
+
+    Attributes:
+        refusals: why a feature is not served, by its name; draft_refusals: likewise for a model that drafts.
+    """
+
+    name = "decoder-only"
+    refusals: Mapping[str, str] = {}
+    draft_refusals: Mapping[str, str] = {}
+
+    def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
+        """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
+        if (reason := refusal(configuration, rolls_back=bool(self.draft_refusals))) is not None:
+            raise ModelError(f"{config.path} is {reason}")
+
+    def context_length(self, configuration: Any) -> int:
+        """Return how many tokens a request may have, prompt and text together.
+
+        As in vLLM, yarn multiplies the positions, and so does linear unless it is for some kinds of layers only: those
+        configurations name the scaled length, as those with llama3 do. With longrope and dynamic, the original length
+        is the limit: a longer text would change the frequencies of all tokens of its pass, also of other requests.
+        """
+        text = configuration.get_text_config()
+        rope = (hasattr(type(text), "rope_parameters") and text.rope_parameters) or {}
+        longest: int = text.max_position_embeddings
+        by_kind = [scaling for scaling in rope.values() if isinstance(scaling, dict)]
+        lengths, lengthens = [], {"yarn"} if by_kind else {"yarn", "linear"}
+        for scaling in by_kind or [rope]:
+            original, factor = scaling.get("original_max_position_embeddings") or longest, scaling.get("factor")
+            if scaling.get("rope_type") == "longrope":
+                lengths.append(original)
+            elif scaling.get("rope_type") in lengthens and factor:
+                lengths.append(original * factor)
+        return int(min(lengths, default=longest))
+
+    def start_id(self, settings: Mapping[str, Any], generation_settings: Mapping[str, Any]) -> int | None:
+        """Return the token that a text starts with after its prompt; None for decoder-only models."""
+        return None
+
+    @property
+    def model_class(self) -> "type[CausalLM]":
+        """The class of loaded models."""
+        from engine.models.causal_lm import CausalLM
+
+        return CausalLM
 
 
 def logit_scale(text: "PreTrainedConfig") -> float:

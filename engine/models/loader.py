@@ -67,7 +67,8 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
         state_chunk=state_chunk,
     )
     size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
-    logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
+    message = "%s: %s on %s, loaded in %.1f s; its context has %d tokens"
+    logger.info(message, source.path, size, device, time.monotonic() - started, info.max_model_len)
     return kind.model_class(
         module, configuration, info, device, dtype, shard, kv_dtype(source.config), None, state_shapes
     )

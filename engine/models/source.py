@@ -8,6 +8,7 @@ import copy
 import filecmp
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
-from engine.models.families import keep_layers, read_configuration, refusal, text_part
+from engine.models.families import ModelKind, gguf_settings, keep_layers, read_configuration, text_part
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 """How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
@@ -24,7 +25,7 @@ _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-    from engine.models.causal_lm import CausalLM
+logger = logging.getLogger(__name__)
 
 HUB_FILES: Mapping[str, Any] = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja"],
@@ -33,45 +34,9 @@ HUB_FILES: Mapping[str, Any] = {
 """The files of a model on the hub that are read. Others, as the same weights in another format, need not be there."""
 NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
 """What a digest reads of a file of weights: all of it, if it has at most 4 MiB."""
-
-
-class ModelKind:
-    """How decoder-only models are served; other kinds derive from it.
-
-    Attributes:
-        refusals: why a feature is not served, by its name; draft_refusals: likewise for a model that drafts.
-    """
-
-    name = "decoder-only"
-    refusals: Mapping[str, str] = {}
-    draft_refusals: Mapping[str, str] = {}
-
-    def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
-        """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
-        if (reason := refusal(configuration, rolls_back=bool(self.draft_refusals))) is not None:
-            raise ModelError(f"{config.path} is {reason}")
-
-    def context_length(self, configuration: Any) -> int:
-        """Return how many tokens a request may have, prompt and text together.
-
-        Where one is longer, longrope changes the frequencies of all tokens of its pass, those of others, too.
-        """
-        text = configuration.get_text_config()
-        rope = getattr(text, "rope_parameters", None) or {}
-        kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
-        short = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
-        return int(min([text.max_position_embeddings, *short]))
-
-    def start_id(self, settings: Mapping[str, Any], generation_settings: Mapping[str, Any]) -> int | None:
-        """Return the token that a text starts with after its prompt; None for decoder-only models."""
-        return None
-
-    @property
-    def model_class(self) -> "type[CausalLM]":
-        """The class of loaded models."""
-        from engine.models.causal_lm import CausalLM
-
-        return CausalLM
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+"""The files of weights that transformers looks for, the first first; it unpickles the last two, which runs code."""
 
 
 class ModelSource:
@@ -93,8 +58,11 @@ class ModelSource:
     @cached_property
     def directory(self) -> Path:
         """The directory of the model's files."""
-        if (directory := Path(self.path)).is_dir():
-            return directory
+        path = Path(self.path)
+        if path.is_file() and path.suffix != ".gguf":
+            raise ModelError(f"{path} is a file; name the model's directory, {path.parent}, or a GGUF file")
+        if path.exists():
+            return path if path.is_dir() else path.parent
         # Imported here, because most models are directories.
         from huggingface_hub import snapshot_download
 
@@ -110,11 +78,27 @@ class ModelSource:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The contents of config.json, and what its weights are saved as if they are in a GGUF file."""
-        settings = self._read("config.json")
-        if files := self._gguf_files:
-            settings["quantization_config"] = {"quant_method": "gguf", "gguf_file": files[0].name}
-        return settings
+        """The contents of config.json, or what transformers reads instead in a GGUF file; such a file as quantised."""
+        if (file := self.gguf_file) is None:
+            return self._read("config.json")
+        if (self.directory / "config.json").exists():
+            settings = self._read("config.json")
+        else:
+            settings = gguf_settings(file)
+            logger.info("%s: the configuration is read from it, because there is no config.json beside it", file)
+        return settings | {"quantization_config": {"quant_method": "gguf", "gguf_file": file.name}}
+
+    @cached_property
+    def gguf_file(self) -> Path | None:
+        """The GGUF file with the weights: one that the path names, or the only one of a directory with no others."""
+        if (path := Path(self.path)).is_file():
+            return path
+        if any((self.directory / name).exists() for name in (_WHOLE, _INDEX, *_PICKLED)):
+            return None
+        if len(files := sorted(self.directory.glob("*.gguf"))) > 1:
+            names = ", ".join(file.name for file in files[:3]) + ", ..." * (len(files) > 3)
+            raise ModelError(f"{self.path} holds {len(files)} GGUF files, {names}; name one, as {files[0]}")
+        return files[0] if files else None
 
     @cached_property
     def kind(self) -> ModelKind:
@@ -152,12 +136,32 @@ class ModelSource:
         return self._read("generation_config.json") if (self.directory / "generation_config.json").exists() else {}
 
     @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request, prompt and text together, without a start token."""
+        start = self.kind.start_id(self.settings, self.generation_settings)
+        return self.kind.context_length(self.configuration) - (start is not None)
+
+    def check_length(self, max_model_len: int | None) -> None:
+        """Raise ModelError if the model's context is shorter than a configured one."""
+        if (max_model_len or 0) > self.max_model_len:
+            problem = f"max_model_len is {max_model_len:,}, but {self.path} takes {self.max_model_len:,} tokens"
+            raise ModelError(f"{problem}, by max_position_embeddings and rope_parameters in its config.json; lower it")
+
+    @cached_property
     def eos_token_ids(self) -> list[int]:
-        """The end-of-sequence ids, from the generation settings or else the configuration."""
-        eos: Any = self.generation_settings.get("eos_token_id")
-        if eos is None:
-            eos = self.configuration.get_text_config().eos_token_id
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        """The ids that end a text: of the generation settings or else of the configuration, and the tokenizer's."""
+        named = [settings.get("eos_token_id") for settings in (self.generation_settings, self.settings)]
+        text = self.configuration.get_text_config().eos_token_id
+        eos: Any = next((value for value in (*named, text) if value is not None), [])
+        ids = [*eos] if isinstance(eos, list) else [eos]
+        if any(type(token_id) is not int for token_id in ids):
+            raise ModelError(f"the eos_token_id of {self.path} is {eos!r}; it must be an id or a list of ids")
+        has_tokenizer = (self.directory / "tokenizer.json").exists() or self.gguf_file is not None
+        if has_tokenizer and (last := self.tokenizer.eos_token_id) not in (None, *ids):
+            message = "%s: its tokenizer ends a text with %r, id %d, its configuration with %s; each of them ends one"
+            logger.warning(message, self.path, self.tokenizer.eos_token, last, ids)
+            ids.append(last)
+        return [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
 
     @property
     def vocab_size(self) -> int:
@@ -166,15 +170,17 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer in tokenizer.json.
+        """The tokenizer in tokenizer.json, or else in the GGUF file.
 
         `AutoTokenizer` is not used: it imports torch, and rebuilds the tokenizers of some families from the vocabulary.
         """
         # Imported here, because it takes a second, and `serve run` and starting workers import this file as well.
         from transformers import PreTrainedTokenizerFast
 
+        file = None if (self.directory / "tokenizer.json").exists() else self.gguf_file
+        arguments: dict[str, Any] = {} if file is None else {"gguf_file": file.name}
         try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory, **arguments)
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"cannot load a tokenizer from {self.path}: {error}") from error
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
@@ -182,17 +188,25 @@ class ModelSource:
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        """The safetensors files, or a GGUF file in a directory without any."""
-        if len(self._gguf_files) > 1:
-            raise ModelError(f"{self.path} holds {len(self._gguf_files)} GGUF files, and no safetensors; one is served")
-        if self._gguf_files:
-            return self._gguf_files
-        names, index = ["model.safetensors"], self.directory / "model.safetensors.index.json"
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if missing := [name for name in names if not (self.directory / name).exists()]:
+        """The files that transformers would load: one of safetensors before shards; and GGUF, if it is alone."""
+        if self.gguf_file is not None:
+            return [self.gguf_file]
+        directory, named = self.directory, self.settings.get("transformers_weights")
+        present = [name for name in (_WHOLE, _INDEX, *_PICKLED) if (directory / name).exists()]
+        first = named or (present[0] if present else _WHOLE)
+        if first in _PICKLED:
+            raise ModelError(f"{self.path} has its weights in {first}, which can run code; convert it to safetensors")
+        if first == _WHOLE and _INDEX in present:
+            logger.warning("%s holds %s and %s; the former is loaded, as in transformers", self.path, first, _INDEX)
+        weight_map = self._read(first).get("weight_map") if first.endswith(".json") else {"": first}
+        names = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
+        if not names:
+            raise ModelError(f"cannot load {self.path}: {first} has no weight_map, which names the files")
+        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ModelError(f"cannot load {self.path}: {first} names {outside[0]}, which is not in its directory")
+        if missing := [name for name in names if not (directory / name).exists()]:
             raise ModelError(f"cannot load {self.path}: it lacks {', '.join(missing[:3])}")
-        return [self.directory / name for name in names]
+        return [directory / name for name in names]
 
     @cached_property
     def head(self) -> "ModelSource | None":
@@ -204,11 +218,11 @@ class ModelSource:
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors in the files."""
+        """The shapes of the tensors in safetensors files."""
         from safetensors import safe_open
 
         shapes: dict[str, tuple[int, ...]] = {}
-        for path in self.weight_files:
+        for path in self.weight_files if self.gguf_file is None else ():
             with safe_open(path, framework="np") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         return shapes
@@ -235,10 +249,6 @@ class ModelSource:
         """Raise ModelError if models of this kind cannot draft so."""
         if (reason := self.kind.draft_refusals.get(feature)) is not None:
             raise ModelError(f"the draft {self.path} {reason}")
-
-    @cached_property
-    def _gguf_files(self) -> list[Path]:
-        return [] if any(self.directory.glob("*.safetensors")) else sorted(self.directory.glob("*.gguf"))
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
@@ -282,19 +292,3 @@ def shared_tokens(target: ModelSource, draft: ModelSource) -> dict[int, int] | N
         )
     ends = dict.fromkeys(target.eos_token_ids, draft.eos_token_ids[0]) if draft.eos_token_ids else {}
     return ends | shared  # ends end a text, whatever they are called
-
-
-def check_same_vocabulary(target: ModelSource, draft: ModelSource) -> None:
-    """Raise ModelMismatchError unless two tokenizers give every token the same id.
-
-    The check compares tokenizers and not `vocab_size`, because families pad their embeddings differently (Qwen2.5
-    does), and because a pair with equal sizes but different ids would silently lose its acceptance rate.
-    """
-    target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if target_ids == draft_ids:
-        return
-    token, token_id = min(target_ids.items() ^ draft_ids.items(), key=lambda item: item[1])
-    raise ModelMismatchError(
-        f"the draft {draft.path} and the target {target.path} do not share their token ids: "
-        f"id {token_id} ({token!r}) is not the same token in both ({len(draft_ids)} and {len(target_ids)} tokens)"
-    )

@@ -17,9 +17,6 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.config import ModelConfig
-from engine.models.registry import open_model
-from engine.models.source import check_same_vocabulary
 from engine.training.checkpoint import Checkpointer, save_model, write_whole
 from engine.training.corpus import Batches, Corpus, read_corpus, render, tokenize
 from engine.training.loop import Options, Plan, Task, autocast, make_optimizers, train
@@ -28,6 +25,7 @@ from engine.training.measured_acceptance import (
     TEMPERATURES,
     Continuations,
     acceptance_table,
+    check_same_vocabulary,
     continue_prompts,
 )
 from engine.training.small_model import Size, build_model, load_model
@@ -74,7 +72,7 @@ def distill(
         torch.nn.Module.to(model, device)
     else:
         model, _ = load_model(draft, device)
-        check_same_vocabulary(open_model(ModelConfig(str(target_folder))), open_model(ModelConfig(str(draft))))
+        check_same_vocabulary(target_folder, draft)
     corpus = read_corpus(paths)
     tokens = tokenize(render(corpus.training, tokenizer), tokenizer)
     console.log(

@@ -25,7 +25,6 @@ from engine.execution.registry import make_backend
 from engine.heads.registry import load_head
 from engine.models import loader
 from engine.models.registry import open_model
-from engine.models.source import check_same_vocabulary
 from engine.training.checkpoint import TrainingError, write_whole
 from engine.training.corpus import read_corpus, read_text
 from engine.training.head_training import head_acceptance
@@ -34,6 +33,7 @@ from engine.training.measured_acceptance import (
     TEMPERATURES,
     Acceptance,
     acceptance_table,
+    check_same_vocabulary,
     continue_prompts,
 )
 from engine.training.pretrain import TRAINING_RECORD, held_out_loss
@@ -94,7 +94,7 @@ def evaluate(
     """Measure a pair; without a corpus, the held-out loss is read from the target's training record."""
     target, tokenizer = load_model(target_folder)
     draft, _ = load_model(draft_folder)
-    check_same_vocabulary(open_model(ModelConfig(str(target_folder))), open_model(ModelConfig(str(draft_folder))))
+    check_same_vocabulary(target_folder, draft_folder)
     context = min(model.config.max_position_embeddings for model in (target, draft))
     num_new = min(CONTINUATION_TOKENS, context // 2)
     room = min(PROMPT_TOKENS, context - num_new)

@@ -8,16 +8,28 @@ rounds, for every k, exactly as the engine would.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.config import ModelConfig
+from engine.errors import ModelMismatchError
+from engine.models.registry import open_model
+from engine.models.source import shared_tokens
 from engine.sampling import noise
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 CONTINUATION_TOKENS = 128
+
+
+def check_same_vocabulary(target_folder: Path, draft_folder: Path) -> None:
+    """Raise ModelMismatchError unless two tokenizers give every token the same id; padding may differ."""
+    target, draft = (open_model(ModelConfig(str(folder))) for folder in (target_folder, draft_folder))
+    if shared_tokens(target, draft) is not None:
+        raise ModelMismatchError(f"the draft {draft_folder} has other token ids than the target {target_folder}")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The memory plan of a group: made once for each role, and without the draft worker for the target."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,13 @@ def test_the_target_does_not_wait_for_the_draft_and_leaves_room_for_it():
     plan = MemoryPlan(CONFIG)
     assert plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1900)]) == size(50)
     assert plan.knows("draft")
+
+
+async def test_a_draft_of_a_longer_context_gets_blocks_for_that_of_the_target():
+    plan, needs = MemoryPlan(CONFIG), located("a", "gpu1", 100 + 64)[1]
+    draft = ("a", replace(needs, footprint=replace(needs.footprint, max_model_len=2**20)))
+    plan.plan_target([located("a", "gpu0", 1700)], [])
+    assert await plan.plan_draft([draft]) == size(4)
 
 
 async def test_a_draft_beside_the_target_waits_for_the_plan_and_gets_its_share_of_it():

@@ -1,12 +1,15 @@
 """LLM: the settings it takes, the prompts it continues, the requests it refuses."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from cluster.workers.loading import load_drafter
+from cluster.workers.loading import load_drafter, load_verifier
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.ngram import NgramDrafter
@@ -70,6 +73,46 @@ def test_without_a_draft_model_text_that_occurred_before_is_drafted(
     assert token_ids(copying, prompts, params) == plain
     assert token_ids(copying, prompts, params) == plain
     assert copying.stats.num_accepted_tokens > 0
+
+
+def test_texts_go_on_to_the_end_of_scaled_positions_and_drafts_to_that_of_their_own(tmp_path: Path) -> None:
+    """Qwen's recipe for YaRN, over 64 positions; the draft model has these 64."""
+    folders = [save_llama(tmp_path / name, seed=1, positions=64) for name in ("target", "draft")]
+    file, rope = folders[0] / "config.json", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": None, "rope_scaling": rope}))
+    with pytest.raises(ModelError, match=r"max_model_len is 257, but .*/target takes 256 tokens"):
+        make_llm(*folders, max_model_len=257)
+    with pytest.raises(ModelError, match="max_model_len is 257, but"):
+        load_verifier(open_model(ModelConfig(str(folders[0]))), EngineConfig(max_model_len=257), shard=None)
+    llm = make_llm(*folders, max_model_len=256, speculation="fixed")
+    prompt, params = [5, 6, 7], SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
+    [[tokens]] = token_ids(llm, [prompt], params)
+    module = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    expected = module.generate(torch.tensor([prompt]), max_length=256, do_sample=False, eos_token_id=None)
+    assert [*prompt, *tokens] == expected[0].tolist()
+    assert 0 < llm.stats.num_accepted_tokens < 64
+
+
+def test_an_llm_takes_blocks_for_its_targets_context_and_few_on_a_cpu(tmp_path: Path) -> None:
+    target = save_llama(tmp_path / "target", seed=1, positions=512)
+    draft = save_llama(tmp_path / "draft", seed=1, positions=16_384)
+    config = make_llm(target, draft).engine.config
+    assert (config.max_model_len, config.num_blocks) == (512, 32 * 17)
+
+
+def test_a_text_ends_at_the_end_of_the_tokenizer_that_the_configuration_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = save_llama(tmp_path, seed=1)
+    [[tokens]] = token_ids(make_llm(target, num_blocks=64), [[2, 3]], replace(PARAMS, temperature=0.0))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    tokenizer.eos_token = f"t{tokens[2]}"
+    tokenizer.save_pretrained(target)
+    llm = make_llm(target, num_blocks=64)
+    [result] = llm.generate([[2, 3]], SamplingParams(temperature=0, max_tokens=6))
+    output = result.outputs[0]
+    assert (output.finish_reason, output.token_ids) == ("stop", tokens[: tokens.index(tokens[2]) + 1])
+    assert f"its tokenizer ends a text with 't{tokens[2]}', id {tokens[2]}, its configuration with [1]" in caplog.text
 
 
 def test_a_target_drafts_for_itself_with_its_first_layer_and_writes_its_own_text(models: tuple[Path, Path]) -> None:

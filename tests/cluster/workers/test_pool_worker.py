@@ -193,6 +193,10 @@ def test_the_cache_takes_what_four_groups_can_use_and_a_draft_that_does_not_fit_
     worker = PoolWorker(replace(config, engine=replace(ENGINE, num_blocks=None)), "1", host="", node_id=NODE_ID)
     worker.load()
     assert worker._engine.num_blocks == 129 * 4 * 4
+    short = PoolWorker(replace(config, engine=replace(ENGINE, max_model_len=61)), "1", host="", node_id=NODE_ID)
+    short.load()
+    for _ in range(600 // (16 + 4)):
+        short.lease(Connector(NODE_ID).identity, 4)
     other = ModelConfig(save_model(tmp_path / "other", seed=1, layers=1, hidden=16), dtype="float32", device="cpu")
     with pytest.raises(ModelMismatchError):
         PoolWorker(replace(config, draft=other), "1", host="", node_id=NODE_ID).load()

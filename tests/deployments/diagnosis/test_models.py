@@ -42,6 +42,7 @@ def test_a_missing_target_is_an_error_that_says_what_to_pull():
 def test_a_target_without_its_known_draft_is_a_warning(tmp_path: Path):
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").touch()
     found = {finding.subject: finding for finding in path_findings(config(target_model=str(folder)))}
     assert (found["target"].level, found["draft"].level) == ("ok", "warning")
@@ -52,6 +53,7 @@ def test_a_target_without_its_known_draft_is_a_warning(tmp_path: Path):
 def test_no_draft_is_missed_where_none_is_known_or_none_wanted(tmp_path: Path):
     (folder := tmp_path / "Qwen3-8B").mkdir()
     for there in (tmp_path, folder):
+        (there / "config.json").write_text("{}")
         (there / "model.safetensors").touch()
     for settings in ({"target_model": str(tmp_path)}, {"target_model": str(folder), "speculation": "off"}):
         assert [finding.level for finding in path_findings(config(**settings))] == ["ok"]
@@ -66,6 +68,7 @@ def test_the_bundled_pair_is_well():
 
 
 def test_a_model_of_which_a_part_is_missing_is_an_error(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-00001-of-00002.safetensors").touch()
@@ -96,9 +99,18 @@ def test_the_memory_plan_counts_every_process_on_this_machine(monkeypatch):
     assert ", 48 tokens fit" in next(pair_findings(config(tensor_parallel_size="2"))).found
 
 
+def test_a_draft_with_a_long_context_takes_no_more_of_the_cache(tmp_path: Path):
+    draft = shutil.copytree(BUNDLED_DRAFT, tmp_path / "draft")
+    settings = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 2**20}))
+    found = [next(pair_findings(config(draft_model=model))).found for model in ("auto", str(draft))]
+    assert found[0] == found[1]
+
+
 def test_models_that_do_not_fit_are_an_error():
-    (pair,) = pair_findings(config(memory_fraction="1e-9"))
-    assert (pair.level, "memory_fraction" in pair.found) == ("error", True)
+    for name, value in (("memory_fraction", "1e-9"), ("max_model_len", "100000")):
+        (pair,) = pair_findings(config(**{name: value}))
+        assert (pair.level, name in pair.found) == ("error", True)
 
 
 def test_a_head_is_found_and_counted_with_its_target(tmp_path: Path):

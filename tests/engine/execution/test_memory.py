@@ -97,6 +97,35 @@ def test_a_draft_with_a_short_context_leaves_the_target_room_for_its_own():
     assert plan_cache(79 * GIB, [target, draft], engine, device="gpu0").num_blocks == FULL
 
 
+def test_a_draft_with_a_long_context_asks_for_no_more_than_the_targets():
+    engine = EngineConfig(max_num_seqs=1, max_model_len=4096)
+    target, draft = replace(worker("8B", engine), max_model_len=4096), worker("1B", EngineConfig())
+    assert plan_cache(23 * GIB, [target, draft], engine, device="gpu0").num_blocks == (4096 + 4 + 15) // 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "num_blocks"),
+    [
+        pytest.param({}, "cpu", 32 * 17, id="256 tokens for each request, and a draft"),
+        pytest.param({"max_num_seqs": 8}, "cpu", (8192 + 4 + 15) // 16, id="one of full length, if that is more"),
+        pytest.param({"max_model_len": 128}, "cpu", 32 * 9, id="no more than full length for each"),
+        pytest.param({"memory_fraction": 0.5}, "cpu", 32 * 513, id="what is configured"),
+        pytest.param({}, "gpu0", 32 * 513, id="on GPUs, what all requests of full length need"),
+    ],
+)
+def test_an_llm_on_a_cpu_leaves_a_notebook_its_memory(settings, device, num_blocks):
+    """SmolLM2-135M in float32: with its weights, its cache takes less than a gigabyte of 64."""
+    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    config, engine = LlamaConfig(**sizes, vocab_size=49_152, max_position_embeddings=8192), EngineConfig(**settings)
+    needs = of_weights("smollm2", 538_000_000, config, engine, longest=8192, dtype=torch.float32)
+    cache = plan_cache(64 * GIB, [needs], engine, device=device, is_script=True)
+    assert cache.num_blocks == num_blocks
+    if device == "cpu" and "memory_fraction" not in settings:
+        assert needs.weight_bytes + num_blocks * engine.block_size * needs.kv_token_bytes < 1e9
+    served = plan_cache(64 * GIB, [needs], engine, device=device).num_blocks
+    assert served == 32 * 513 or settings
+
+
 def test_a_pass_has_no_more_logits_than_tokens():
     many, all_tokens = (worker("1B", EngineConfig(max_num_seqs=count)) for count in (1024 // 5 + 1, 10_000))
     assert many.workspace_bytes == all_tokens.workspace_bytes

@@ -164,7 +164,7 @@ def test_ranks_with_a_slice_of_the_vocabulary_each_draft_no_token_beyond_the_tok
     del tensors["lm_head.weight"]
     config = ModelConfig(str(tmp_path), head=save_head(tmp_path / "head", head_settings(), tensors), device="cpu")
     (tmp_path / "tokenizer.json").touch()
-    tokenizer = SimpleNamespace(get_vocab=lambda: {f"t{i}": i for i in range(count)})
+    tokenizer = SimpleNamespace(get_vocab=lambda: {f"t{i}": i for i in range(count)}, eos_token_id=None)
     monkeypatch.setattr(ModelSource, "tokenizer", tokenizer)
     shards = [Shard(one.rank, 2, one) for one in gloo_reducers(2)]
     heads = on_ranks(lambda shard: load_target(open_model(config), shard).head, shards)

@@ -106,13 +106,6 @@ def test_an_architecture_that_cannot_be_served_exactly_is_refused_by_its_configu
         model_of(tmp_path)
 
 
-def test_weights_that_are_pickles_are_refused(tmp_path):
-    save(transformers.LlamaConfig(**SIZES), tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="cannot load"):
-        model_of(tmp_path)
-
-
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_a_gpu_is_the_processs_current_one_with_its_index(device, cuda):
     """NCCL needs the index: "cuda" alone is not equal to "cuda:1"."""

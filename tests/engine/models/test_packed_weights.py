@@ -16,6 +16,7 @@ from engine.models.registry import open_model
 from tests.engine.models.layers.test_quantization import WIDE, bytes_of, greedy, mark, reference, rotary_bytes, write
 from tests.engine.models.test_shards import load_ranks, logits_of
 from tests.engine.tiny import EXPERTS, HEADS, LATENT, backend_of, model_of, save
+from tests.engine.tokenizers import word_tokenizer
 
 ROW = {"bits": 4, "group_size": 32}
 
@@ -273,11 +274,33 @@ def test_a_gguf_file_beside_a_configuration_becomes_floats(tmp_path):
         save(transformers.Qwen3Config(**WIDE | HEADS), folder, factor=8.0)
     floats = save_gguf(tmp_path, load_file(tmp_path / "model.safetensors"))
     (tmp_path / "model.safetensors").unlink()
+    word_tokenizer().save_pretrained(tmp_path)
     save_file(floats, tmp_path / "floats" / "model.safetensors", {"format": "pt"})
     backend = backend_of(tmp_path)
     assert torch.equal(backend.model.module.lm_head.weight, floats["lm_head.weight"])
     assert write(backend, count=16) == greedy(reference(tmp_path / "floats"), 16)
     assert planned(tmp_path) == bytes_of(backend) - rotary_bytes(backend)
     (tmp_path / "other.gguf").write_bytes(b"")
-    with pytest.raises(ModelError, match="2 GGUF files"):
-        open_model(ModelConfig(str(tmp_path))).weight_files  # noqa: B018
+    assert write(backend_of(tmp_path / "model.gguf"), count=16) == greedy(reference(tmp_path / "floats"), 16)
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        (b"no GGUF", r"cannot read a model configuration from .*a\.gguf"),
+        (b"", r"cannot read a model configuration from .*a\.gguf: .*; the original model's config\.json and tokenizer"),
+        (
+            b"GGUF\x03\0\0\0" + b"\xff" * 16,
+            r"cannot read a model configuration from .*a\.gguf: .*; the original model's",
+        ),
+        (
+            b"GGUF ... llama.rope.scaling.factor ...",
+            r"a\.gguf scales positions, which transformers does not read there; th",
+        ),
+        (b"GGUF ... rope_freqs.weight ...", "a.gguf scales positions"),
+    ],
+)
+def test_a_gguf_file_that_does_not_say_all_is_refused_without_a_configuration(added, message, tmp_path):
+    (tmp_path / "a.gguf").write_bytes(added)
+    with pytest.raises(ModelError, match=message):
+        _ = open_model(ModelConfig(str(tmp_path))).configuration

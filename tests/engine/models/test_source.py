@@ -6,18 +6,21 @@ import shutil
 import sys
 
 import pytest
+import torch
 from huggingface_hub import constants
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, LlamaConfig, MistralConfig, Phi3Config
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 
 from cluster.workers.actors import DraftWorker, TargetWorker
 from engine import LLM
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, EngineConfig, ModelConfig
-from engine.errors import ModelError, ModelMismatchError
+from engine.errors import ModelError
 from engine.execution.memory import CacheSize
+from engine.models.causal_lm import Shard
 from engine.models.registry import open_model
-from engine.models.source import check_same_vocabulary
-from tests.engine.tiny import SIZES
+from tests.engine.ranks import AbsentOthers
+from tests.engine.tiny import SIZES, model_of
 
 TEXT = "This PEP proposes  to\n\ncafe\u0301 12345 <|user|>x<|endoftext|>"
 
@@ -45,13 +48,43 @@ def test_a_hub_name_is_found_in_the_local_cache(snapshot):
     assert source.tokenizer.get_vocab() == local.tokenizer.get_vocab()
 
 
-def test_with_longrope_no_text_is_so_long_that_those_beside_it_would_change(tmp_path):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    sizes = SIZES | {"pad_token_id": 0, "original_max_position_embeddings": 128}
-    Phi3Config(**sizes, rope_parameters=rope).save_pretrained(tmp_path)
-    source = source_of(tmp_path)
-    assert source.configuration.max_position_embeddings == 512
-    assert source.kind.context_length(source.configuration) == 128
+ORIGINAL, SCALED = "original_max_position_embeddings", "rope_scaling"
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+GEMMA3 = {"model_type": "gemma3_text"}
+GPT2 = {"model_type": "gpt2", "max_position_embeddings": 96}
+CONTEXTS = {
+    "as it is": (512, {}),
+    "Qwen's recipe": (2048, {SCALED: YARN | {ORIGINAL: 512}}),
+    "an old recipe, without the original": (2048, {SCALED: {"type": "yarn", "factor": 4.0}}),
+    "more positions than were trained": (2048, {"max_position_embeddings": 640, SCALED: YARN | {ORIGINAL: 512}}),
+    "scaled already": (512, {SCALED: YARN | {ORIGINAL: 128}}),
+    "linear": (1024, {SCALED: {"type": "linear", "factor": 2.0}}),
+    "dynamic, where longer texts change others": (512, {SCALED: {"type": "dynamic", "factor": 2.0}}),
+    "longrope, likewise": (128, {"model_type": "phi3", "rope_parameters": LONGROPE, ORIGINAL: 128}),
+    "llama3": (512, {"rope_parameters": LLAMA3 | {ORIGINAL: 128}}),
+    "a window is no limit": (512, {"model_type": "mistral", "sliding_window": 8}),
+    "Gemma 3, linear and scaled already": (512, GEMMA3 | {SCALED: {"rope_type": "linear", "factor": 8.0}}),
+    "yarn in one kind of layers": (2048, GEMMA3 | {"rope_parameters": {"full_attention": YARN}}),
+    "yarn in both": (
+        1024,
+        GEMMA3 | {"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN | {"factor": 2.0}}},
+    ),
+    "an encoder-decoder, and its start token": (2047, {"model_type": "t5", "decoder_start_token_id": 0}),
+    "learned positions": (96, GPT2 | {"rope_parameters": YARN | {ORIGINAL: 96}}),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_the_context_is_that_of_the_scaled_positions(name, tmp_path):
+    length, settings = CONTEXTS[name]
+    source = written(tmp_path, **settings)
+    source.check_length(None)
+    source.check_length(length)
+    problem = f"max_model_len is {length + 1:,}, but {tmp_path} takes {length:,} tokens, by max_position_embeddings"
+    with pytest.raises(ModelError, match=problem):
+        source.check_length(length + 1)
 
 
 def test_a_revision_is_found_by_its_name(snapshot):
@@ -76,23 +109,107 @@ def test_a_directory_without_a_configuration_is_named(content, tmp_path):
         _ = source_of(tmp_path).configuration
 
 
-def test_missing_weights_are_named(tmp_path):
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelError, match=r"it lacks model\.safetensors"):
-        _ = source_of(tmp_path).weight_files
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "1.safetensors"}}')
-    with pytest.raises(ModelError, match=r"it lacks 1\.safetensors"):
-        _ = source_of(tmp_path).weight_files
+WHOLE, INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+SHARDS = ("1.safetensors", "2.safetensors")
+FILES_LOADED = [
+    ((WHOLE, "a.gguf"), {}, [WHOLE]),
+    ((INDEX, *SHARDS, "a.gguf"), {}, [*SHARDS]),
+    ((INDEX, *SHARDS, WHOLE), {}, [WHOLE]),
+    ((INDEX, WHOLE), {}, [WHOLE]),
+    ((WHOLE, BIN, "a.gguf", "model.fp16.safetensors"), {}, [WHOLE]),
+    ((WHOLE, "1.safetensors"), {"transformers_weights": "1.safetensors"}, ["1.safetensors"]),
+    (("consolidated.safetensors", "a.gguf"), {}, ["a.gguf"]),
+    ((), {}, r"it lacks model\.safetensors$"),
+    (("model.fp16.safetensors",), {}, r"it lacks model\.safetensors$"),
+    ((INDEX, "1.safetensors", BIN), {}, r"it lacks 2\.safetensors"),
+    ((BIN, "a.gguf"), {}, r"has its weights in pytorch_model\.bin, which can run code; convert it to safetensors"),
+    ((f"{BIN}.index.json",), {}, r"in pytorch_model\.bin\.index\.json, which"),
+    (
+        (INDEX,),
+        {"weight_map": {"a": "../x/1.safetensors"}},
+        r"index\.json names '?\.\./x/1\.safetensors",
+    ),
+    ((INDEX,), {"weight_map": {"a": "/1.safetensors"}}, r"index\.json names '?/1\.safetensors"),
+    ((INDEX,), {"weight_map": []}, r"index\.json.* weight_map"),
+    (("b.gguf", "a.gguf"), {}, r"holds 2 GGUF files, a\.gguf, b\.gguf; name one, as .*/a\.gguf$"),
+]
 
 
-def test_every_end_of_text_id_of_the_generation_settings_counts(tmp_path):
-    LlamaConfig(**SIZES).save_pretrained(tmp_path)
-    GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
-    assert source_of(tmp_path).eos_token_ids == [1, 7]
-    GenerationConfig(do_sample=True).save_pretrained(tmp_path)
-    assert source_of(tmp_path).eos_token_ids == [1], "they name no such id, so the configuration's counts"
-    (tmp_path / "generation_config.json").unlink()
-    assert source_of(tmp_path).eos_token_ids == [1]
+def written(folder, *names, weight_map=None, **settings):
+    sizes = {} if "text_config" in settings else SIZES
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes} | settings))
+    for name in names:
+        (folder / name).touch()
+    weight_map = dict(enumerate(SHARDS)) if weight_map is None else weight_map
+    if INDEX in names:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return source_of(folder)
+
+
+@pytest.mark.parametrize(("names", "settings", "loaded"), FILES_LOADED)
+def test_the_weights_are_those_that_transformers_would_load(names, settings, loaded, tmp_path, caplog):
+    source = written(tmp_path, *names, **settings)
+    if isinstance(loaded, str):
+        with pytest.raises(ModelError, match=loaded):
+            _ = source.weight_files
+        return
+    assert source.weight_files == [tmp_path / name for name in loaded]
+    assert ("the former is loaded" in caplog.text) == ({WHOLE, INDEX} <= {*names})
+
+
+def test_a_file_that_is_no_model_is_named(tmp_path):
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ModelError, match=r"model\.bin is a file; name .* or a GGUF file"):
+        _ = source_of(tmp_path / "model.bin").configuration
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["with its shards", "of shards that are gone"])
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["floats", "int8"])
+def test_a_new_file_beside_an_old_index_is_loaded_on_every_path(stale, settings, tmp_path):
+    old, new = (AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)) for _ in range(2))
+    old.save_pretrained(tmp_path, max_shard_size="20KB")
+    new.save_pretrained(tmp_path / "new")
+    (tmp_path / "new" / WHOLE).rename(tmp_path / WHOLE)
+    for shard in tmp_path.glob("model-*.safetensors") if stale else ():
+        shard.unlink()
+    for shard in [None] if settings else [None, Shard(0, 2, AbsentOthers())]:
+        weight = model_of(tmp_path, shard, **settings).module.get_input_embeddings().weight
+        assert torch.equal(weight, AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight)
+        assert torch.equal(weight, new.get_input_embeddings().weight)
+
+
+IMAGES = {"model_type": "gemma3", "text_config": SIZES | {"eos_token_id": 2}}
+ENDS = [
+    ({}, {"eos_token_id": [1, 7]}, "t1", [1, 7]),
+    ({}, {"do_sample": True}, None, [1]),
+    ({}, None, None, [1]),
+    ({}, {"eos_token_id": None}, "t1", [1]),
+    ({"eos_token_id": [1, 7]}, None, "t7", [1, 7]),
+    ({"eos_token_id": 2}, {"eos_token_id": 2}, "t9", [2, 9]),
+    ({"eos_token_id": 3}, {"eos_token_id": 2}, None, [2]),
+    ({"eos_token_id": None}, None, "t9", [9]),
+    ({"eos_token_id": None}, None, None, []),
+    ({"eos_token_id": [1, -1, 64]}, None, "t1", [1]),
+    (IMAGES | {"eos_token_id": [1, 7]}, None, None, [1, 7]),
+    (IMAGES | {"eos_token_id": None}, None, "t9", [2, 9]),
+    *(({}, {"eos_token_id": wrong}, None, None) for wrong in ("</s>", ["2"], 2.0, True, [None])),
+]
+
+
+@pytest.mark.parametrize(("configuration", "generation", "last", "ends"), ENDS)
+def test_a_text_ends_as_its_settings_and_its_tokenizer_say(configuration, generation, last, ends, tmp_path, caplog):
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=last).save_pretrained(tmp_path)
+    source = written(tmp_path, **configuration)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    if ends is None:
+        with pytest.raises(ModelError, match=rf"the eos_token_id of {tmp_path} is .*; it must be an id or a list"):
+            _ = source.eos_token_ids
+        return
+    assert source.eos_token_ids == ends
+    warned = [record for record in caplog.records if "each of them ends one" in record.message]
+    assert [record.levelname for record in warned] == ["WARNING"] * (last == "t9")
 
 
 def test_a_mistral_whose_layers_differ_is_a_ministral_as_in_transformers(tmp_path):
@@ -124,17 +241,6 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
         _ = source_of(tmp_path).tokenizer
 
 
-def test_the_first_id_that_differs_is_named(target_copy):
-    file = target_copy / "tokenizer.json"
-    content = json.loads(file.read_text())
-    vocabulary = content["model"]["vocab"]
-    first, second = (token for token, token_id in vocabulary.items() if token_id in (40, 41))
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    file.write_text(json.dumps(content))
-    with pytest.raises(ModelMismatchError, match="id 40 "):
-        check_same_vocabulary(source_of(BUNDLED_TARGET), source_of(target_copy))
-
-
 @pytest.fixture(scope="session")
 def opened():
     """Counts the JSON files that this process opens; a hook cannot be removed again."""
@@ -164,8 +270,8 @@ def test_a_process_of_its_own_reads_each_file_once(pair, opened):
     llm._grammars.table_settings()
     files = [f"{path}/{name}" for path in pair for name in FILES]
     # The draft's configuration tells first whether it is a trained head.
-    # The tokenizers' files are compared; if they are the same, only the target's is loaded.
-    expected = dict.fromkeys(files, 1) | {f"{draft}/config.json": 2, f"{target}/tokenizer.json": 2}
+    # The tokenizers' files are compared, and each tells the end of its model's texts.
+    expected = dict.fromkeys(files, 1) | {f"{path}/tokenizer.json": 2 for path in pair} | {f"{draft}/config.json": 2}
     assert {file: opened[file] for file in files} == expected
 
 
@@ -181,8 +287,8 @@ def test_a_worker_reads_each_file_once(role, pair, opened):
         worker.load(config, target, CacheSize(64, 4), run_ahead=False)
     files = [f"{path}/{name}" for path in pair for name in FILES]
     expected = {file: int(file.startswith(config.path) or role == "draft") for file in files}
-    # A grammar loads it; a draft compares it with the target's.
-    expected |= {file: int(role == "draft") for file in files if file.endswith("tokenizer.json")}
+    # It tells the end of a text; a draft compares it with the target's, too.
+    expected |= {file: 2 * expected[file] for file in files if file.endswith("tokenizer.json") and role == "draft"}
     assert {file: opened[file] for file in files} == expected
 
 

@@ -1,10 +1,14 @@
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.training.measured_acceptance import Acceptance, continue_prompts
+from engine.config import BUNDLED_TARGET
+from engine.errors import ModelMismatchError
+from engine.training.measured_acceptance import Acceptance, check_same_vocabulary, continue_prompts
 from engine.training.small_model import Size, build_model, load_model
 
 PROMPTS = ["the whale", "a ship and every sailor saw the", "night"]
@@ -55,3 +59,14 @@ def test_what_is_measured_is_what_the_engine_serves(target: Path, tmp_path: Path
     accepted = measured.acceptance(draft).accepted_lengths(4)
     # The engine also counts the round that max_tokens cuts short.
     assert abs(llm.stats.num_accepted_tokens - sum(accepted)) <= 4 * len(prompts)
+
+
+def test_a_draft_of_other_ids_is_refused(tmp_path: Path) -> None:
+    shutil.copy(BUNDLED_TARGET / "config.json", tmp_path)
+    content = json.loads((BUNDLED_TARGET / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = (token for token, token_id in vocabulary.items() if token_id in (40, 41))
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelMismatchError, match="has other token ids than the target"):
+        check_same_vocabulary(BUNDLED_TARGET, tmp_path)

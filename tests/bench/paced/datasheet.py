@@ -6,13 +6,9 @@ GPUs, and a constant. Assumed away: writing keys and values, activations that do
 kernels rarely reach both bounds at once. The embedding is looked up, not read.
 """
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from engine.models.source import ModelSource
 
 
 class Hardware(NamedTuple):
@@ -74,12 +70,7 @@ HARDWARE: Mapping[str, Hardware] = {
     "l40s": Hardware(0.864 * _TB_S, 362 * _TFLOPS, *_PCIE_4),
     "l4": Hardware(0.3 * _TB_S, 121 * _TFLOPS, *_PCIE_4),
 }
-"""By the word that Ray's and NVIDIA's names of a GPU have, in lower case."""
-
-_WEIGHT_BYTES = {"none": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 32}  # int4: a 16-bit scale for 32 inputs
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_LAYER = re.compile(r"(?!mtp\.|.*(vision|visual|audio|encoder\.)).*?\.(?P<number>\d+)\.")
-"""The names of layers' weights, without those that decoding does not read; layers beyond the last draft (MTP)."""
+"""By the words that name them in a paced device."""
 
 
 class Work(NamedTuple):
@@ -130,42 +121,3 @@ class Placed:
             each_s = hardware.all_reduce_s + moved / hardware.link_bytes_per_s
             seconds += ALL_REDUCES_PER_LAYER * model.layers * each_s
         return seconds
-
-
-def placed(source: ModelSource, gpu: str, num_gpus: int = 1) -> Placed | None:
-    """Return a model on GPUs of a name as Ray or torch has it, such as `H100` or `NVIDIA H100 80GB HBM3`.
-
-    None if the name is unknown, as that of CPUs is, or if the model's files do not tell what a pass reads.
-
-    Raises:
-        ModelError: there is no such model.
-    """
-    words = re.split(r"\W+", gpu.lower())
-    hardware = next((hardware for word, hardware in HARDWARE.items() if word in words), None)
-    model = None if hardware is None else _model_of(source)
-    return None if hardware is None or model is None else Placed(model, hardware, num_gpus)
-
-
-def _model_of(source: ModelSource) -> Model | None:
-    """Return a model's figures; of one that is saved quantised, a pass reads the files' bytes."""
-    text, is_packed = source.configuration.get_text_config(), "quantization_config" in source.settings
-    num_experts = next(filter(None, (getattr(text, name, None) for name in _NUM_EXPERTS)), None)
-    share = 1.0 if num_experts is None else (getattr(text, "num_experts_per_tok", None) or 0) / num_experts
-    heads = getattr(text, "num_attention_heads", None)
-    if not share or not isinstance(heads, int) or (is_packed and num_experts):
-        return None
-    head, sizes = text.vocab_size * text.hidden_size, {False: 0.0, True: 0.0}
-    if is_packed:
-        num_bytes = sum(file.stat().st_size for file in source.weight_files)
-        sizes[False] = max(0, num_bytes / BYTES - head * (1 if text.tie_word_embeddings else 2))
-    for name, shape in {} if is_packed else source.weight_shapes.items():
-        if (layer := _LAYER.match(name)) and int(layer["number"]) < text.num_hidden_layers:
-            sizes[".experts." in name] += math.prod(shape)
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kv_size = (getattr(text, "num_key_value_heads", None) or heads) * head_size
-    if (latent := getattr(text, "kv_lora_rank", None)) is not None:  # instead of keys and values
-        kv_size = (latent + text.qk_rope_head_dim) / 2
-    weight_bytes = _WEIGHT_BYTES[source.config.quantization] * (2 if source.config.dtype == "float32" else 1)
-    return Model(
-        sizes[False], head, text.num_hidden_layers, text.hidden_size, kv_size, weight_bytes, sizes[True], share
-    )

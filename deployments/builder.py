@@ -11,7 +11,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, pool_slot, slots
-from cluster.config import GroupConfig
+from cluster.config import GroupConfig, suited_to_models
 from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles, pool_options
 from cluster.ray_core import this_machine
 from deployments.autoscaling import autoscaling_config
@@ -25,6 +25,11 @@ from deployments.router.pooled_drafts import Drafts
 from deployments.router.router import Router
 from deployments.routing.loads import QueueDepthRouter
 from deployments.wire import DRAFTS
+from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET
+from engine.errors import ModelError
+from engine.models.files import damage_named
+from engine.models.registry import open_model
+from engine.models.source import ModelSource
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -58,6 +63,10 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     # Read here and passed on: the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
     group, nodes = group_config(config), _nodes()
+    try:
+        _check_models(group, can_grow=can_grow)
+    except ModelError as error:
+        raise ArgumentError(str(error)) from None
     num_gpus = sum(node.resources.get("GPU", 0) for node in nodes.values())
     try:
         bundles = placement_bundles(group, num_gpus=num_gpus)
@@ -130,6 +139,37 @@ def _draft_pool(settings: PoolSize, group: GroupConfig, num_gpus: float, watched
     )
     application: Application = with_version(drafts, _version(pool)).bind(pool)
     return application
+
+
+def _check_models(group: GroupConfig, *, can_grow: bool) -> None:
+    """Raise ModelError if models cannot be served, before Serve tries to start replicas again and again.
+
+    The bundled models are not checked, because that imports torch, nor models that may be on other nodes only.
+    """
+    target, draft = open_model(group.target), None if group.draft is None else open_model(group.draft)
+    sources = [source for source in (target, target.head, draft) if source is not None]
+    bundled = {*map(str, (BUNDLED_TARGET, BUNDLED_DRAFT, BUNDLED_HEAD))}
+    if {source.path for source in sources} <= bundled or (can_grow and not all(map(_has_weights, sources))):
+        return
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    # What imports no torch comes first.
+    _ = [source.weight_shapes for source in sources if source.weight_files[0].suffix != ".gguf"]
+    suited_to_models(group, target, draft)
+    template = target.tokenizer.chat_template
+    with damage_named(f"the chat template of {target.path}", "correct it, or download it again"):
+        for text in template.values() if isinstance(template, dict) else filter(None, [template]):
+            _compile_jinja_template(text)
+    from cluster.workers.loading import check_files
+
+    check_files(target, draft, group.tensor_parallel_size)
+
+
+def _has_weights(source: ModelSource) -> bool:
+    try:
+        return any(path.suffix in (".safetensors", ".gguf") for path in source.directory.iterdir())
+    except (ModelError, OSError):
+        return False
 
 
 def _version(*arguments: object) -> str:

@@ -20,9 +20,8 @@ from engine.models.causal_lm import CausalLM
 from engine.models.encoder_decoder import KINDS
 from engine.models.families import read_configuration, refusal, text_part
 from engine.models.first_layers import decoder_layers
-from engine.models.hybrid import HYBRIDS
 from engine.models.layers.quantization import on_meta
-from engine.models.registry import open_model
+from engine.models.registry import HYBRIDS, open_model
 from engine.models.shards import plan_of
 
 PAGE = Path(__file__).parents[1] / "deployments" / "README.md"

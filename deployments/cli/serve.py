@@ -2,7 +2,7 @@
 
 On SIGTERM, `serve run deployments:app` cuts running streams and aborts with status 134. This program lets them finish
 for `drain_timeout_s`, then ends them with an error. A second signal, more than a second later, stops at once. The
-exit status is 0, or 1 if the application did not start.
+exit status is 0, or 1 with one line that says why the application did not start.
 """
 
 import logging
@@ -15,19 +15,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+import click
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from deployments.builder import build
 from deployments.cli.progress import start_progress
 from deployments.config import AppConfig
 from deployments.diagnosis.doctor import worst
+from deployments.diagnosis.machine import port_finding
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.local.environment import set_serve_environment
 from deployments.observe.logs import serve_logging, set_log_format
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
+_FINAL = ("engine.errors.ModelError", "engine.errors.ModelMismatchError", "engine.errors.ConfigError")
+"""Errors of replicas that no retry can help."""
 _POLL_S = 0.2
 _STOP_S = 3.0
 """How long Serve may take to tell the replicas."""
@@ -37,14 +42,18 @@ forwards both."""
 
 
 def serve_here(settings: dict[str, str], host: str, port: int) -> None:
-    """Serve the application; raise click.UsageError if a setting is wrong."""
+    """Serve the application; raise click.ClickException if it cannot start."""
     config = AppConfig.model_validate(settings)
+    if (address := port_finding(port, host)).level != "ok":
+        raise click.ClickException(f"cannot listen on {address.found}; {address.advice}")
     set_log_format(config.log_format)
     for finding in worst(config):
+        if finding.level == "error":  # which says what to do, or its advice does
+            raise click.ClickException(finding.found + f"; {finding.advice}" * ("; " not in finding.found))
         logger.warning("%s: %s; %s", finding.subject, finding.found, finding.advice)
     application = build(config, can_grow=False)  # the cluster will be this machine
     set_serve_environment(config)
-    with group_of_children():
+    with _explained(), group_of_children():
         # With JSON, Ray adds no prefix to workers' lines.
         log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if config.log_format == "json" else None
         # Never a running cluster: the end deletes its applications. Serve's own commands look in this namespace. Ray's
@@ -54,22 +63,23 @@ def serve_here(settings: dict[str, str], host: str, port: int) -> None:
     exit_at = ExitAtSignal()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, exit_at)
+    is_failed = False
     try:
-        http_options = {"host": host, "port": port}
         # Serve's controller and proxies say little that is of use here, and most of it when the server stops.
-        serve.start(
-            http_options=http_options, logging_config={**serve_logging(config.log_format), "log_level": "WARNING"}
-        )
+        log = {**serve_logging(config.log_format), "log_level": "WARNING"}
+        with _explained():
+            serve.start(http_options={"host": host, "port": port}, logging_config=log)
         with start_progress(logger):
-            serve.run(application, blocking=True)
-    except RuntimeError:
-        if not (failures := _failures()):
-            raise
-        logger.error("the application did not start: %s", "; ".join(failures))
-        sys.exit(1)
+            serve.run_many([serve.RunTarget(application)], wait_for_applications_running=False)
+            _wait_for_start()
+            signal.pause()
+    except click.ClickException:
+        is_failed = True
+        raise
     finally:
         try:
-            _drain(config.drain_timeout_s)
+            if not is_failed:
+                _drain(config.drain_timeout_s)
         finally:
             ray.shutdown()  # with all that is left of Serve; `serve.shutdown` would first print how it ends
 
@@ -110,14 +120,30 @@ class ExitAtSignal:
             sys.exit(0)
 
 
-def _failures() -> list[str]:
-    """Return why deployments did not start: the last lines of the tracebacks that Serve keeps."""
-    return [
-        deployment.message.strip().rpartition("\n")[2]
-        for application in serve.status().applications.values()
-        for deployment in application.deployments.values()
-        if deployment.status == "DEPLOY_FAILED"
-    ]
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise click.ClickException, which is one line, for errors of Ray itself."""
+    try:
+        yield
+    except (RayError, RuntimeError, TimeoutError, ConnectionError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise click.ClickException(f"Ray did not start: {reason}; its logs are in /tmp/ray/session_latest") from error
+
+
+def _wait_for_start() -> None:
+    """Wait until the application runs; raise click.ClickException if it fails, at once if no retry can help."""
+    while (failures := _failures()) is not None:
+        if failures:
+            raise click.ClickException(f"the application did not start: {'; '.join(failures)}")
+        time.sleep(_POLL_S)
+
+
+def _failures() -> list[str] | None:
+    """Return why deployments do not start: the last lines of the tracebacks that Serve keeps; None if they run."""
+    (application,) = serve.status().applications.values()
+    lines = [(one.status, one.message.strip().rpartition("\n")[2]) for one in application.deployments.values()]
+    failures = [line for status, line in lines if status == "DEPLOY_FAILED" or line.startswith(_FINAL)]
+    return None if application.status == "RUNNING" else failures
 
 
 def _drain(timeout_s: float) -> None:

@@ -13,6 +13,7 @@ from engine.execution.backend import Backend
 from engine.execution.footprint import footprint
 from engine.execution.memory import Survey
 from engine.models.causal_lm import CausalLM
+from engine.models.files import names_model
 from engine.models.loader import resolve_device, resolve_dtype
 from engine.models.source import ModelSource
 
@@ -61,6 +62,7 @@ def _wrapper() -> Callable[[Backend], Backend]:
     return wrapper
 
 
+@names_model
 def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) -> Survey:
     """Measure a worker's device and model for the memory plan.
 

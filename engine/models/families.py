@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
+from engine.models.files import damage_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -42,7 +43,6 @@ _TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
     """Return the configuration of these settings; raise ModelError if they cannot be read."""
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     model_type: str = settings.get("model_type", "")
@@ -50,10 +50,8 @@ def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig
         hint = "; the code of a repository (auto_map) is never run" if "auto_map" in settings else ""
         known = f"transformers {transformers.__version__} has no model_type {model_type!r}"
         raise ModelError(f"cannot read a model configuration from {path}: {known}{hint}")
-    try:
+    with damage_named(f"a model configuration from {path}", "correct its config.json, or download it again"):
         configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(settings)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
-        raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
     return configuration
 
 

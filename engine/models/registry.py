@@ -1,16 +1,32 @@
-"""The model registry: the kinds of models that are served, by the `model_type` of their configuration."""
+"""The model registry: the kinds of models that are served, by the `model_type` of their configuration; no torch."""
 
 from collections.abc import Mapping
 
 from engine.config import ModelConfig, ModelInfo
-from engine.models import encoder_decoder, hybrid
+from engine.models import encoder_decoder
 from engine.models.encoder_decoder import REFUSED
-from engine.models.source import ModelSource
+from engine.models.source import ModelKind, ModelSource
+
+
+class Hybrid(ModelKind):
+    """Decoder-only models with linear layers, whose states cannot be cut as keys and values can."""
+
+    draft_refusals: Mapping[str, str] = {
+        "trees": "has linear layers, whose states go along a chain; drafting must not be one of trees",
+        "run_ahead": "has linear layers, whose states cannot go on from several verdicts; run_ahead must be off",
+    }
+
+
+HYBRIDS = {
+    *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+    *("bailing_hybrid", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "lfm2", "lfm2_moe", "lfm3"),
+}
+"""The families that are served, by `model_type`: their layers hand the keywords of a pass on to their functions."""
 
 
 def open_model(config: ModelConfig) -> ModelSource:
     """Return a model's files; nothing is read yet. A process opens a model once and hands it on."""
-    return ModelSource(config, {**encoder_decoder.KINDS, **hybrid.KINDS})
+    return ModelSource(config, encoder_decoder.KINDS | dict.fromkeys(HYBRIDS, Hybrid))
 
 
 def refused_fields(info: ModelInfo) -> Mapping[str, str]:

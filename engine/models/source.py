@@ -8,6 +8,7 @@ import copy
 import filecmp
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
 from engine.models.families import keep_layers, read_configuration, refusal, text_part
+from engine.models.files import damage_named, indexed_names, names_model, read_object, read_settings, tensor_shapes
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 """How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
@@ -93,8 +95,10 @@ class ModelSource:
     @cached_property
     def directory(self) -> Path:
         """The directory of the model's files."""
-        if (directory := Path(self.path)).is_dir():
-            return directory
+        if os.path.isdir(self.path):
+            return Path(self.path)
+        if os.path.isfile(self.path):
+            raise ModelError(f"{self.path} is a file; name the directory of the model's files")
         # Imported here, because most models are directories.
         from huggingface_hub import snapshot_download
 
@@ -106,12 +110,14 @@ class ModelSource:
             if isinstance(error, OSError):  # it can be a name on the hub
                 name = f"{self.path}@{self.config.revision}" if self.config.revision else self.path
                 message += f"; `paceline pull {name}` downloads it"
+            else:
+                message += "; correct its path"
             raise ModelError(message) from error
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The contents of config.json, and what its weights are saved as if they are in a GGUF file."""
-        settings = self._read("config.json")
+        settings = read_settings(self.directory / "config.json")
         if files := self._gguf_files:
             settings["quantization_config"] = {"quant_method": "gguf", "gguf_file": files[0].name}
         return settings
@@ -123,6 +129,7 @@ class ModelSource:
         return next((self._kinds[name] for name in names if name in self._kinds), ModelKind)()
 
     @cached_property
+    @names_model
     def configuration(self) -> "PreTrainedConfig":
         """The configuration of a model that can be served."""
         model_type = self.settings.get("model_type", "")
@@ -149,7 +156,8 @@ class ModelSource:
     @cached_property
     def generation_settings(self) -> dict[str, Any]:
         """The contents of generation_config.json; empty if there is none."""
-        return self._read("generation_config.json") if (self.directory / "generation_config.json").exists() else {}
+        path = self.directory / "generation_config.json"
+        return read_object(path) if path.exists() else {}
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -157,7 +165,10 @@ class ModelSource:
         eos: Any = self.generation_settings.get("eos_token_id")
         if eos is None:
             eos = self.configuration.get_text_config().eos_token_id
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if any(type(token_id) is not int for token_id in ids):
+            raise ModelError(f"{self.path}: eos_token_id is {eos!r:.80}; it must be a token id or a list of these")
+        return ids
 
     @property
     def vocab_size(self) -> int:
@@ -173,10 +184,8 @@ class ModelSource:
         # Imported here, because it takes a second, and `serve run` and starting workers import this file as well.
         from transformers import PreTrainedTokenizerFast
 
-        try:
+        with damage_named(f"the tokenizer of {self.path} (tokenizer.json, tokenizer_config.json)"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"cannot load a tokenizer from {self.path}: {error}") from error
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         return tokenizer
 
@@ -189,7 +198,7 @@ class ModelSource:
             return self._gguf_files
         names, index = ["model.safetensors"], self.directory / "model.safetensors.index.json"
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = indexed_names(index)
         if missing := [name for name in names if not (self.directory / name).exists()]:
             raise ModelError(f"cannot load {self.path}: it lacks {', '.join(missing[:3])}")
         return [self.directory / name for name in names]
@@ -205,13 +214,7 @@ class ModelSource:
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors in the files."""
-        from safetensors import safe_open
-
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in self.weight_files:
-            with safe_open(path, framework="np") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        return shapes
+        return {name: shape for path in self.weight_files for name, shape in tensor_shapes(path).items()}
 
     @cached_property
     def digest(self) -> str:
@@ -239,20 +242,6 @@ class ModelSource:
     @cached_property
     def _gguf_files(self) -> list[Path]:
         return [] if any(self.directory.glob("*.safetensors")) else sorted(self.directory.glob("*.gguf"))
-
-    def _read(self, name: str) -> dict[str, Any]:
-        try:
-            content = json.loads((self.directory / name).read_text(), object_hook=_special_float)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read a model configuration from {self.path}: {error}") from error
-        if not isinstance(content, dict):
-            raise ModelError(f"cannot read a model configuration from {self.path}: {name} holds no object")
-        return content
-
-
-def _special_float(value: dict[str, Any]) -> Any:
-    """Return the float of {"__float__": "Infinity"}, transformers' form of it, and any other object as it is."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def shared_tokens(target: ModelSource, draft: ModelSource) -> dict[int, int] | None:

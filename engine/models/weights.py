@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from engine.errors import ModelError
+from engine.models.files import damage_named
 from engine.models.layers.quantization import QuantizedLinear
 from engine.models.source import ModelSource
 
@@ -99,9 +100,7 @@ def fill(
         name, part = places[key]
         if (axis := getattr(part, "packed_axis", None)) is not None:
             window = window.flatten(axis, axis + 1)
-        if window.shape != part.shape:
-            shapes = f"{[*window.shape]} of {[*whole.shape]}, not {[*part.shape]}"
-            raise ModelError(f"{source.path}: {key} has the shape {shapes}")
+        _check(source, key, whole, window, part)
         for other in tied[id(tensors[name])]:
             num_missing[other] -= part.numel()
         if (kept := on_tensor(name, whole, window)) is None:
@@ -183,6 +182,34 @@ def read(
             wait()
 
 
+def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: Tensor) -> None:
+    if window.shape != part.shape:
+        shapes = f"{[*whole.shape]}, and its config.json gives {[*part.shape]}"
+        raise ModelError(f"{source.path}: {key} has the shape {shapes}; correct one, or download both again")
+    if whole.is_floating_point() != part.is_floating_point():
+        raise ModelError(
+            f"{source.path}: {key} has the number format {whole.dtype}, not {part.dtype}; download it again"
+        )
+
+
+def check_names(source: ModelSource, module: nn.Module, names: FileNames) -> None:
+    """Raise ModelError if no tensor of the files belongs to a weight, or one that does has another shape.
+
+    Transformers would first allocate such weights, however large the configuration makes them.
+    """
+    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    missing = {id(tensor): name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    for key, whole in mapped_tensors(source):
+        if (tensor := tensors.get(names.parameter(key))) is not None:
+            if (part := names.part(key, tensor)).numel():
+                _check(source, key, whole, whole, part)
+            missing.pop(id(tensor), None)
+    if missing:
+        raise ModelError(
+            f"{source.path} lacks the weights {', '.join(sorted(missing.values())[:3])}; download it again"
+        )
+
+
 def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bool:
     """Return whether the files hold each number of a model once, in tensors that are not converted."""
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
@@ -206,7 +233,7 @@ def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -
 def mapped_tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and the mapped tensors of all files; nothing is read yet."""
     for file in source.weight_files:
-        with safe_open(file, framework="pt") as weights:
+        with damage_named(file), safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
                 yield name, weights.get_tensor(name)
 

@@ -27,6 +27,8 @@ GROUP_SIZE = 32
 """Inputs that share a scale in int4."""
 _MAKING = threading.RLock()
 """Held while transformers changes the default number format of the whole process, for ranks that are threads."""
+_MAX_BUFFERS = 2**30
+"""Most numbers of a model that are no weights, so that no file bounds them."""
 _NUM_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _INPUT_SETTINGS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
@@ -49,10 +51,16 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
 
 
-def on_meta(model_config: PreTrainedConfig, **arguments: Any) -> nn.Module:
-    """Return the unquantised model on the meta device, made with these arguments of `from_config`."""
+def on_meta(model_config: PreTrainedConfig, made_by: Any = AutoModelForCausalLM, **arguments: Any) -> nn.Module:
+    """Return the unquantised model on the meta device, made with these arguments of `from_config`.
+
+    Raises:
+        ModelError: it has tables of positions that are no weights, and too large.
+    """
     with _MAKING, torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(model_config, **arguments)  # type: ignore[no-untyped-call]
+        module: Any = made_by.from_config(model_config, **arguments)
+    if (size := sum(buffer.numel() for buffer in module.buffers())) > _MAX_BUFFERS:
+        raise ModelError(f"its config.json asks for tables of {size:,} positions; at most {_MAX_BUFFERS:,} are served")
     for part, kept in module._get_dtype_plan(arguments.get("dtype")).items():
         for name, tensor in module.state_dict(keep_vars=True).items():
             if fnmatch.fnmatchcase(name, f"*{part}*"):

@@ -1,0 +1,120 @@
+"""Files: reads a model's JSON files and the headers of its weights; a damaged file is a ModelError that names it.
+
+The Router and the Ingress read models, too, and do not import torch.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from engine.errors import ModelError, PacelineError
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+_SECTIONS = (
+    *("text_config", "quantization_config", "rope_parameters", "rope_scaling", "transformer_layer_config"),
+    *("speculators_config", "verifier", "eagle_config", "dflash_config"),
+)
+_TYPES: Mapping[str, tuple[type, str]] = {
+    "model_type": (str, "a text"),
+    "architectures": (list, "a list of texts"),
+    **dict.fromkeys(_SECTIONS, (dict, "an object")),
+}
+"""The types of fields of config.json that are read before transformers has checked them."""
+_SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "head_dim", "max_position_embeddings", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "n_embd", "n_head", "n_layer", "n_positions", "d_model", "d_kv"),
+    *("d_ff", "num_heads", "num_layers"),
+)
+"""Fields of config.json that are at least 1."""
+_COUNT = re.compile(r"(layer|head|expert)s?$")
+_MAX_COUNT = 2**14
+"""Most layers, heads or experts: transformers makes Python objects for each before it reads a weight."""
+
+
+@contextmanager
+def damage_named(subject: object, advice: str = "download it again") -> Iterator[None]:
+    """Raise ModelError instead of whatever a library raises over a damaged file or an impossible configuration."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        problem = text if text and isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
+        raise ModelError(f"cannot read {subject}: {problem}; {advice}") from error
+
+
+def names_model(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function of a ModelSource with `damage_named`."""
+
+    @functools.wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        source: Any = args[0]
+        with damage_named(f"the model {source.path}", "correct its config.json, or download it again"):
+            return function(*args, **kwargs)
+
+    return named
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    with damage_named(path):
+        content = json.loads(path.read_text(), object_hook=_special_float)
+        if not isinstance(content, dict):
+            raise ModelError(f"cannot read {path}: it holds no object; download it again")
+    return content
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the contents of a config.json whose sections are objects, and whose sizes a model can have."""
+    settings = read_object(path)
+    _check(path, settings)
+    return settings
+
+
+def _check(path: Path, section: Mapping[str, Any]) -> None:
+    for name, value in section.items():
+        kind, words = _TYPES.get(name, (object, ""))
+        is_mixed = name == "architectures" and not all(isinstance(one, str) for one in value or ())
+        if value is not None and (not isinstance(value, kind) or is_mixed):
+            raise ModelError(f"cannot read {path}: {name} is {value!r:.80}; it must be {words}")
+        if isinstance(value, dict):
+            _check(path, value)
+        elif type(value) is int and name in _SIZES and value < 1:
+            raise ModelError(f"cannot read {path}: {name} is {value}; it must be at least 1")
+        elif type(value) is int and _COUNT.search(name) and value > _MAX_COUNT:
+            raise ModelError(f"cannot read {path}: {name} is {value}; it must be at most {_MAX_COUNT}")
+
+
+def indexed_names(index: Path) -> list[str]:
+    """Return the names of the files of weights in an index; each is in the index's directory."""
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"cannot read {index}: it lacks the weight_map of tensors to files; download it again")
+    for name in names.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
+            raise ModelError(f"{index} names {name!r:.80}; weights must be safetensors files beside it")
+    return sorted(set(names.values()))
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a safetensors or GGUF file."""
+    if path.suffix == ".gguf":
+        from gguf import GGUFReader
+
+        with damage_named(path):
+            return {tensor.name: tuple(map(int, tensor.shape)) for tensor in GGUFReader(path).tensors}
+    from safetensors import safe_open
+
+    with damage_named(path), safe_open(path, framework="np") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Return the float of {"__float__": "Infinity"}, transformers' form of it, and any other object as it is."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value

@@ -7,6 +7,7 @@ exit status is 0, or 1 with one line that says why the application did not start
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,9 +67,9 @@ def serve_here(settings: dict[str, str], host: str, port: int) -> None:
     is_failed = False
     try:
         # Serve's controller and proxies say little that is of use here, and most of it when the server stops.
-        log = {**serve_logging(config.log_format), "log_level": "WARNING"}
+        quiet = {**serve_logging(config.log_format), "log_level": "WARNING"}
         with _explained():
-            serve.start(http_options={"host": host, "port": port}, logging_config=log)
+            serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
         with start_progress(logger):
             serve.run_many([serve.RunTarget(application)], wait_for_applications_running=False)
             _wait_for_start()
@@ -142,8 +143,8 @@ def _failures() -> list[str] | None:
     """Return why deployments do not start: the last lines of the tracebacks that Serve keeps; None if they run."""
     (application,) = serve.status().applications.values()
     lines = [(one.status, one.message.strip().rpartition("\n")[2]) for one in application.deployments.values()]
-    failures = [line for status, line in lines if status == "DEPLOY_FAILED" or line.startswith(_FINAL)]
-    return None if application.status == "RUNNING" else failures
+    errors = [line for status, line in lines if status == "DEPLOY_FAILED" or line.startswith(_FINAL)]
+    return None if application.status == "RUNNING" else [re.sub(r"^[\w.]+: ", "", error) for error in errors]
 
 
 def _drain(timeout_s: float) -> None:

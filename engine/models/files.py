@@ -13,7 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from engine.errors import ModelError, PacelineError
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _SECTIONS = (
     *("text_config", "quantization_config", "rope_parameters", "rope_scaling", "transformer_layer_config"),
@@ -80,8 +81,8 @@ def read_settings(path: Path) -> dict[str, Any]:
 def _check(path: Path, section: Mapping[str, Any]) -> None:
     for name, value in section.items():
         kind, words = _TYPES.get(name, (object, ""))
-        is_mixed = name == "architectures" and not all(isinstance(one, str) for one in value or ())
-        if value is not None and (not isinstance(value, kind) or is_mixed):
+        is_mixed = kind is list and isinstance(value, list) and not all(isinstance(one, str) for one in value)
+        if value is not None and (is_mixed or not isinstance(value, kind)):
             raise ModelError(f"cannot read {path}: {name} is {value!r:.80}; it must be {words}")
         if isinstance(value, dict):
             _check(path, value)

@@ -186,6 +186,7 @@ class ModelSource:
 
         with damage_named(f"the tokenizer of {self.path} (tokenizer.json, tokenizer_config.json)"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
+            tokenizer.encode("a")
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         return tokenizer
 

@@ -193,21 +193,23 @@ def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: T
 
 
 def check_names(source: ModelSource, module: nn.Module, names: FileNames) -> None:
-    """Raise ModelError if no tensor of the files belongs to a weight, or one that does has another shape.
+    """Raise ModelError if a tensor of the files has another shape than its weight, or the files are too small.
 
-    Transformers would first allocate such weights, however large the configuration makes them.
+    Transformers would first allocate all weights, however large the configuration makes them.
     """
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    missing = {id(tensor): name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    missing = {id(one): (name, one.numel()) for name, one in tensors.items() if isinstance(one, nn.Parameter)}
+    num_unknown = 0  # under names that transformers may know
     for key, whole in mapped_tensors(source):
-        if (tensor := tensors.get(names.parameter(key))) is not None:
-            if (part := names.part(key, tensor)).numel():
-                _check(source, key, whole, whole, part)
-            missing.pop(id(tensor), None)
-    if missing:
-        raise ModelError(
-            f"{source.path} lacks the weights {', '.join(sorted(missing.values())[:3])}; download it again"
-        )
+        tensor = tensors.get(names.parameter(key))
+        if tensor is None:
+            num_unknown += whole.numel()
+        elif (part := names.part(key, tensor)).numel():
+            _check(source, key, whole, whole, part)
+        missing.pop(id(tensor), None)
+    if sum(size for _, size in missing.values()) > num_unknown:
+        first = ", ".join(sorted(name for name, _ in missing.values())[:3])
+        raise ModelError(f"{source.path} lacks the weights {first}; download it again")
 
 
 def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bool:

@@ -55,12 +55,12 @@ def on_meta(model_config: PreTrainedConfig, made_by: Any = AutoModelForCausalLM,
     """Return the unquantised model on the meta device, made with these arguments of `from_config`.
 
     Raises:
-        ModelError: it has tables of positions that are no weights, and too large.
+        ModelError: its tables, such as those of positions, are too large.
     """
     with _MAKING, torch.device("meta"):
         module: Any = made_by.from_config(model_config, **arguments)
     if (size := sum(buffer.numel() for buffer in module.buffers())) > _MAX_BUFFERS:
-        raise ModelError(f"its config.json asks for tables of {size:,} positions; at most {_MAX_BUFFERS:,} are served")
+        raise ModelError(f"its config.json asks for tables of {size:,} numbers; at most {_MAX_BUFFERS:,} are served")
     for part, kept in module._get_dtype_plan(arguments.get("dtype")).items():
         for name, tensor in module.state_dict(keep_vars=True).items():
             if fnmatch.fnmatchcase(name, f"*{part}*"):

@@ -168,7 +168,8 @@ def _check_models(group: GroupConfig, *, can_grow: bool) -> None:
 def _has_weights(source: ModelSource) -> bool:
     try:
         return any(path.suffix in (".safetensors", ".gguf") for path in source.directory.iterdir())
-    except (ModelError, OSError):
+    except (ModelError, OSError) as error:
+        logger.warning("%s, on this machine; replicas start where it does", error)
         return False
 
 

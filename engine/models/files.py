@@ -16,7 +16,8 @@ from engine.errors import ModelError, PacelineError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TYPES = ((r"model_type", str, "a text"), (r".*_config|rope_parameters|rope_scaling|verifier", dict, "an object"))
+_SECTIONS = r"(text|quantization|transformer_layer|speculators|eagle|dflash)_config|verifier|rope_(parameters|scaling)"
+_TYPES = (("model_type", str, "a text"), (_SECTIONS, dict, "an object"))
 """The types of fields that are read before transformers has checked them, by patterns of their names."""
 _SIZE = re.compile(
     r"(hidden|intermediate|vocab)_size|head_dim|max_position_embeddings|num_(hidden_layers|(attention|key_value)_heads)"

@@ -210,7 +210,7 @@ def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bo
 
 def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: Tensor) -> None:
     if window.shape != part.shape or whole.is_floating_point() != part.is_floating_point():
-        is_, should_be = (f"{str(one.dtype)[6:]} {[*one.shape]}" for one in (whole, part))
+        is_, should_be = (f"{[*x.shape]} of {'floats' if x.is_floating_point() else x.dtype}" for x in (whole, part))
         raise ModelError(f"{source.path}: {key} is {is_}, and its config.json gives {should_be}; download both again")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, pool_slot, slots
-from cluster.config import GroupConfig
+from cluster.config import GroupConfig, suited_to_models
 from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles, pool_options
 from cluster.ray_core import this_machine
 from deployments.autoscaling import autoscaling_config
@@ -25,6 +26,9 @@ from deployments.router.pooled_drafts import Drafts
 from deployments.router.router import Router
 from deployments.routing.loads import QueueDepthRouter
 from deployments.wire import DRAFTS
+from engine.config import PairConfig
+from engine.errors import ModelError
+from engine.models.registry import open_model
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -60,9 +64,10 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     group, nodes = group_config(config), _nodes()
     num_gpus = sum(node.resources.get("GPU", 0) for node in nodes.values())
     try:
+        _check_models(config.pair, group, can_grow=can_grow)
         bundles = placement_bundles(group, num_gpus=num_gpus)
         selectors = label_selectors(group, bundles)
-    except PlacementError as error:
+    except (ModelError, PlacementError) as error:
         raise ArgumentError(str(error)) from None
     num_cpus = sum(node.resources.get("CPU", 0) for node in nodes.values())
     affordable = min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
@@ -130,6 +135,27 @@ def _draft_pool(settings: PoolSize, group: GroupConfig, num_gpus: float, watched
     )
     application: Application = with_version(drafts, _version(pool)).bind(pool)
     return application
+
+
+def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> None:
+    """Raise ModelError if models cannot be served, before Serve tries to start replicas again and again.
+
+    The bundled models are not checked, because that imports torch, nor models that may be on other nodes only.
+    """
+    if {pair.target_model, pair.draft_model} <= {"auto", "bundled", "bundled-head", "none"}:
+        return
+    target, draft = open_model(group.target), None if group.draft is None else open_model(group.draft)
+    sources, are_here = [source for source in (target, target.head, draft) if source is not None], False
+    with suppress(ModelError):
+        are_here = all(source.has_weights for source in sources)
+    if can_grow and not are_here:
+        return
+    # What imports no torch comes first.
+    _ = target.tokenizer, [source.weight_shapes for source in sources if source.weight_files[0].suffix != ".gguf"]
+    suited_to_models(group, target, draft)
+    from cluster.workers.loading import check_files
+
+    check_files(target, draft, group.tensor_parallel_size)
 
 
 def _version(*arguments: object) -> str:

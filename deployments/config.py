@@ -26,8 +26,8 @@ API_KEY_VARIABLE = "PACELINE_API_KEY"
 BUNDLED_NAME = "paceline"
 
 
-class ArgumentError(click.UsageError):
-    """An application argument that does not exist or has a wrong value; its message is one line."""
+class ArgumentError(click.ClickException):
+    """An application argument with which nothing can start; its message is one line. Commands exit with 1."""
 
 
 def _none_from_text(value: object) -> object:
@@ -274,7 +274,7 @@ def api_keys(config: AppConfig) -> tuple[str, ...]:
     if config.api_key_file is not None:
         try:
             lines = config.api_key_file.read_text().split()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ArgumentError(f"api_key_file: {error}") from None
         if not lines:
             raise ArgumentError(f"api_key_file: {config.api_key_file} holds no key")

@@ -8,6 +8,7 @@ and an `EngineConfig`. They are plain dataclasses because the engine also runs w
 import difflib
 import importlib
 import operator
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
@@ -188,7 +189,7 @@ class PairConfig(EngineConfig, ModelSettings):
 def split_revision(model: str) -> tuple[str, str | None]:
     """Return the path and the revision of a setting that names a model."""
     name, at, revision = model.rpartition("@")
-    return (name, revision) if at and not Path(model).exists() else (model, None)
+    return (name, revision) if at and not os.path.exists(model) else (model, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +242,7 @@ def import_named(setting: str, path: ImportPath) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise ConfigError(f"{setting} is {path!r}, which cannot be imported: {error}") from error
 
 

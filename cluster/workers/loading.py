@@ -2,6 +2,8 @@
 
 import logging
 
+import torch
+
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
@@ -9,16 +11,31 @@ from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
-from engine.heads.registry import load_target
+from engine.heads.registry import load_head, load_target
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import check_self_draft
-from engine.models.source import ModelSource
+from engine.models.loader import check_module
+from engine.models.shards import plan_of
+from engine.models.source import ModelSource, shared_tokens
 from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
 from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
+
+
+def check_files(target: ModelSource, draft: ModelSource | None, world_size: int) -> None:
+    """Raise ModelError if a pair and its head cannot be loaded, or do not fit; of weights, only headers are read."""
+    for source in filter(None, (target, draft)):
+        module = check_module(source)
+        if source.head is not None:
+            load_head(source.head, source, module, torch.device("meta"), torch.float32, 0)
+        _ = source.eos_token_ids, source.tokenizer
+    if draft is not None:
+        shared_tokens(target, draft)
+    if world_size > 1:
+        plan_of(target, world_size)
 
 
 def load_draft(

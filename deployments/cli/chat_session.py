@@ -8,18 +8,13 @@ import click
 from rich.style import Style
 
 from deployments.cli.terminal import LEGEND, OriginColours, has_colours, make_console
-from deployments.diagnosis.http_client import PAUSES_S, Client, ServerError
+from deployments.diagnosis.http_client import PAUSES_S, VISIBLE, Client, ServerError
 
 HELP = """/speculation on|off|N   draft tokens: as many as the server has, none, or at most N in a round
 /seed N|off             the seed of the next answers
 /temperature X          0 is greedy
 /reset                  forget the conversation
 /quit                   leave, as Ctrl-D does; Ctrl-C stops an answer"""
-
-VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
-    range(0x7F, 0xA0), "\ufffd"
-)
-"""Signs in place of control characters, with which a text could command a terminal."""
 
 
 class ChatSession:
@@ -31,6 +26,7 @@ class ChatSession:
         self._console, self._errors = make_console(), make_console(stderr=True)
         self._has_colours = has_colours(self._console)
         self._model: str = self._client.get("/v1/models")["data"][0]["id"]
+        self._name = self._model.translate(VISIBLE)
         self._messages: list[dict[str, str]] = []
         self._has_template = True
         if self._has_colours:
@@ -42,7 +38,7 @@ class ChatSession:
         if is_typed:
             import readline  # noqa: F401  # `input` edits lines with it
 
-            self._console.print(f"{self._model} at {self._client.url}; /help lists the commands", style="dim")
+            self._console.print(f"{self._name} at {self._client.url}; /help lists the commands", style="dim")
         while True:
             try:
                 line = input("> " if is_typed else "").strip()
@@ -68,7 +64,7 @@ class ChatSession:
             if "no chat template" not in str(error):
                 raise
             text, self._has_template = None, False
-            self._errors.print(f"{self._model} has no chat template: it continues the plain transcript instead")
+            self._errors.print(f"{self._name} has no chat template: it continues the plain transcript instead")
         if text is None:
             lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
             text = self.ask("/v1/completions", prompt="\n".join([*lines, "Assistant:"]), stop=["\nUser:"])

@@ -56,7 +56,7 @@ Settings = Annotated[
 def serve(
     settings: Settings = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     demo: Annotated[bool, typer.Option("--demo", help="Short for page=demo.")] = False,
 ) -> None:
     """Serve models on this machine until Ctrl-C.
@@ -69,11 +69,11 @@ def serve(
     # By default Ray drops most lines of a replica that are like another one's but for their numbers.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     from deployments.cli.serve import serve_here
+    from deployments.cli.terminal import one_line_errors
 
-    try:
-        serve_here(_by_name(settings) | ({"page": "demo"} if demo else {}), host, port)
-    except click.UsageError as error:
-        raise typer.BadParameter(error.message) from error
+    by_name = _by_name(settings) | ({"page": "demo"} if demo else {})
+    with one_line_errors(1, click.ClickException):
+        serve_here(by_name, host, port)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 On SIGTERM, `serve run deployments:app` cuts running streams and aborts with status 134. This program lets them finish
 for `drain_timeout_s`, then ends them with an error. A second signal, more than a second later, stops at once. The
-exit status is 0, or 1 if the application did not start.
+exit status is 0, or 1 with one line that says why the application did not start.
 """
 
 import logging
@@ -15,19 +15,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+import click
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from deployments.builder import build
 from deployments.cli.progress import start_progress
 from deployments.config import AppConfig
 from deployments.diagnosis.doctor import worst
+from deployments.diagnosis.machine import port_finding
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.local.environment import set_serve_environment
 from deployments.observe.logs import serve_logging, set_log_format
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
+_FINAL = ("engine.errors.ModelError", "engine.errors.ModelMismatchError", "engine.errors.ConfigError")
+"""Errors of replicas that no retry can help."""
 _POLL_S = 0.2
 _STOP_S = 3.0
 """How long Serve may take to tell the replicas."""
@@ -37,10 +42,14 @@ forwards both."""
 
 
 def serve_here(settings: dict[str, str], host: str, port: int) -> None:
-    """Serve the application; raise click.UsageError if a setting is wrong."""
+    """Serve the application; raise click.ClickException if it cannot start."""
     config = AppConfig.model_validate(settings)
+    if (address := port_finding(port, host)).level != "ok":
+        raise click.ClickException(f"cannot listen on {address.found}; {address.advice}")
     set_log_format(config.log_format)
     for finding in worst(config):
+        if finding.level == "error":  # which says what to do, or its advice does
+            raise click.ClickException(finding.found + f"; {finding.advice}" * ("; " not in finding.found))
         logger.warning("%s: %s; %s", finding.subject, finding.found, finding.advice)
     application = build(config, can_grow=False)  # the cluster will be this machine
     set_serve_environment(config)
@@ -55,18 +64,16 @@ def serve_here(settings: dict[str, str], host: str, port: int) -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, exit_at)
     try:
-        http_options = {"host": host, "port": port}
         # Serve's controller and proxies say little that is of use here, and most of it when the server stops.
-        serve.start(
-            http_options=http_options, logging_config={**serve_logging(config.log_format), "log_level": "WARNING"}
-        )
+        quiet = {**serve_logging(config.log_format), "log_level": "WARNING"}
+        serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
         with start_progress(logger):
-            serve.run(application, blocking=True)
-    except RuntimeError:
-        if not (failures := _failures()):
-            raise
-        logger.error("the application did not start: %s", "; ".join(failures))
-        sys.exit(1)
+            serve.run_many([serve.RunTarget(application)], wait_for_applications_running=False)
+            _wait_for_start()
+            signal.pause()
+    except (RayError, RuntimeError, TimeoutError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise click.ClickException(f"Ray did not start: {reason}; its logs are in /tmp/ray/session_latest") from error
     finally:
         try:
             _drain(config.drain_timeout_s)
@@ -110,14 +117,14 @@ class ExitAtSignal:
             sys.exit(0)
 
 
-def _failures() -> list[str]:
-    """Return why deployments did not start: the last lines of the tracebacks that Serve keeps."""
-    return [
-        deployment.message.strip().rpartition("\n")[2]
-        for application in serve.status().applications.values()
-        for deployment in application.deployments.values()
-        if deployment.status == "DEPLOY_FAILED"
-    ]
+def _wait_for_start() -> None:
+    """Wait until the application runs; raise click.ClickException if it fails, at once if no retry can help."""
+    while (application := serve.status().applications["default"]).status != "RUNNING":
+        for deployment in application.deployments.values():
+            error = deployment.message.strip().rpartition("\n")[2]  # of the traceback that Serve keeps
+            if deployment.status == "DEPLOY_FAILED" or error.startswith(_FINAL):
+                raise click.ClickException(f"the application did not start: {error.partition(': ')[2] or error}")
+        time.sleep(_POLL_S)
 
 
 def _drain(timeout_s: float) -> None:

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from deployments.diagnosis.http_client import VISIBLE
+
 LEVELS = {"error": "red", "warning": "yellow", "ok": "green"}
 """The worst first, with their colours."""
 
@@ -36,7 +38,8 @@ def show(findings: Sequence[Finding], *, as_json: bool) -> None:
     elif (console := Console()).is_terminal:
         table = Table("", "subject", "found", "what to do")
         for one in findings:
-            table.add_row(f"[{LEVELS[one.level]}]{one.level}[/]", one.subject, escape(one.found), escape(one.advice))
+            texts = [escape(text.translate(VISIBLE)) for text in (one.subject, one.found, one.advice)]
+            table.add_row(f"[{LEVELS[one.level]}]{one.level}[/]", *texts)
         console.print(table)
     else:
         for one in findings:

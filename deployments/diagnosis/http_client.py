@@ -15,13 +15,17 @@ PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses of a client that continues lost streams; after an event there are as many tries again."""
 _PASSING = {0, 429, 502, 503, 504}
 """Statuses that a later try may not have; 0 is a lost connection."""
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
+    range(0x7F, 0xA0), "\ufffd"
+)
+"""Signs in place of control characters, with which a text could command a terminal."""
 
 
 class ServerError(click.ClickException):
     """The server cannot be reached (`status` is 0), refuses a request, or fails while it answers."""
 
     def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
+        super().__init__(message.translate(VISIBLE))
         self.status = status
 
 

@@ -39,15 +39,16 @@ def machine_findings(config: AppConfig) -> Iterator[Finding]:
     yield judged("Ray", ray.__version__ + cluster, "" if is_checked else f"only {CHECKED_RAY} was tried: install that")
 
 
-def port_finding(port: int) -> Finding:
-    """Check that the API's port is free."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            advice = f"choose another --port, or check the server there: --url http://127.0.0.1:{port}"
-            return judged("port", f"{port}: {error.strerror}", advice)
+def port_finding(port: int, host: str = "127.0.0.1") -> Finding:
+    """Check that the API's address is one of this machine, and its port is free."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        advice = f"choose another --port or --host, or check the server there: --url http://{host}:{port}"
+        return judged("port", f"{host}:{port}: {error.strerror}", advice)
     return judged("port", f"{port} is free", "")
 
 

@@ -9,6 +9,7 @@ deadlines, and the Guard notices clients that leave.
 import asyncio
 import hashlib
 import hmac
+import json
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from deployments.config import Limits
 from deployments.errors import describe, error_body, headers_of, kind_of_status, set_request
@@ -81,8 +83,19 @@ def _other_headers(headers: Headers) -> Headers:
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middlewares that Serve's HTTP servers put before their own."""
+    """Return the middlewares that Serve's HTTP servers put before their own, and make their own 400 JSON."""
+    server: Any = AutoHTTPProtocol
+    server.send_400_response = _refuse
     return [Middleware(SafeHeaders)]
+
+
+def _refuse(connection: Any, _reason: str) -> None:
+    """Answer bytes that are no HTTP request, such as a header with a control character, in uvicorn's place."""
+    message = "the request is no valid HTTP; a header may hold a control character"
+    body = json.dumps(error_body(kind_of_status(400), message)).encode()
+    head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    connection.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+    connection.transport.close()
 
 
 class Guard:

@@ -23,6 +23,8 @@ SERVE_ENVIRONMENT = {
     # By default a replica that answers no health check keeps its streams for `drain_timeout_s`. It cannot finish them,
     # and another Router can continue them.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # On a busy machine a proxy starts more slowly than in the default 5 s, after which Serve's start fails.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # A dead proxy is replaced after three failed checks; by default they are 10 s apart.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Header, HTTPException
+from fastapi import FastAPI, Header, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from deployments.openai.types import RequestModel
@@ -24,11 +24,13 @@ def add_demo(api: FastAPI, kill: Callable[[str], Awaitable[bool]], *, has_keys: 
 
     @api.post("/demo/kill", response_model=None)
     async def kill_process(
-        request: KillRequest, host: Annotated[str, Header()] = "", origin: Annotated[str, Header()] = ""
+        request: KillRequest, http: Request, host: Annotated[str, Header()] = "", origin: Annotated[str, Header()] = ""
     ) -> Response:
         """Kill a process with SIGKILL."""
-        # Another site's page may reach this server through a browser, also by a name of its own for 127.0.0.1.
-        is_here = has_keys or urlsplit(f"//{host}").hostname in LOOPBACK
+        # Another site's page may reach this server through a browser, also by a name of its own for 127.0.0.1; and a
+        # program elsewhere may send any Host.
+        client = http.client.host if http.client else ""
+        is_here = has_keys or (client in LOOPBACK and urlsplit(f"//{host}").hostname in LOOPBACK)
         if not is_here or (origin and urlsplit(origin).netloc != host):
             raise HTTPException(403, "without api_keys, only the page at 127.0.0.1 or localhost may kill")
         if not await kill(request.process):

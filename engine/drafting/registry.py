@@ -173,9 +173,17 @@ def method_of(name: str) -> Method:
     made = import_named("drafting", name)
     if isinstance(made, Method):
         return made
-    if not callable(made):
+    if not isinstance(made, type) or not hasattr(made, "propose") or not hasattr(made, "release"):
         raise ConfigError(f"drafting is {name!r}, which is {made!r}; it must be a class of drafters or a Method")
-    return Method("router", lambda config, _: made(config))
+
+    def make(config: EngineConfig, _: DraftModel | None) -> Drafter:
+        try:
+            drafter: Drafter = made(config)
+        except Exception as error:
+            raise ConfigError(f"drafting is {name!r}, which cannot be made of an EngineConfig: {error!r}") from error
+        return drafter
+
+    return Method("router", make)
 
 
 def drafts_trees(name: str) -> bool:

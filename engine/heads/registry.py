@@ -21,6 +21,7 @@ from engine.heads.mtp import MtpHead
 from engine.heads.peagle import PEagleHead
 from engine.heads.tapped import with_head
 from engine.models.causal_lm import CausalLM, Shard
+from engine.models.files import names_model
 from engine.models.layers.latent import cache_latents
 from engine.models.loader import load_model
 from engine.models.source import ModelSource
@@ -60,6 +61,7 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     return model
 
 
+@names_model
 def load_head(
     source: ModelSource, target: ModelSource, lm: nn.Module, device: torch.device, dtype: torch.dtype, first_layer: int
 ) -> Head:
@@ -70,7 +72,7 @@ def load_head(
     """
     config = read_head_config(source, target)
     hidden = config.layers.hidden_size
-    with _MAKING, no_init_weights(), local_torch_dtype(dtype):
+    with _MAKING, no_init_weights(), local_torch_dtype(dtype), torch.device("meta" if device.type == "meta" else "cpu"):
         embed_tokens = nn.Embedding(config.vocab_size, hidden)
         lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         head = HEADS[config.kind](config, embed_tokens, lm_head, first_layer)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig
 from engine.errors import ModelError
+from engine.models.files import damage_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -49,7 +50,6 @@ _GGUF_SCALING = (b".rope.scaling.", b"rope_freqs.weight", b"rope_factors_")
 def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
     """Return the configuration of these settings; raise ModelError if they cannot be read."""
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     model_type: str = settings.get("model_type", "")
@@ -57,10 +57,8 @@ def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig
         hint = "; the code of a repository (auto_map) is never run" if "auto_map" in settings else ""
         known = f"transformers {transformers.__version__} has no model_type {model_type!r}"
         raise ModelError(f"cannot read a model configuration from {path}: {known}{hint}")
-    try:
+    with damage_named(f"a model configuration from {path}", "correct its config.json, or download it again"):
         configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(settings)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
-        raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
     return configuration
 
 

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import importlib.util
 import logging
+import math
 import time
 
 import torch
@@ -14,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard, num_weights
+from engine.models.files import names_model
 from engine.models.layers.experts import pack_experts
 from engine.models.layers.fusion import fuse_projections
 from engine.models.layers.latent import cache_latents
@@ -29,6 +31,7 @@ from engine.models.weights import TEXT_PART, FileNames, fill, has_names_of
 logger = logging.getLogger(__name__)
 
 
+@names_model
 def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     """Load a model, or one rank's shard of it, on the configured device, with our attention and fused projections.
 
@@ -74,6 +77,13 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     )
 
 
+@names_model
+def check_module(source: ModelSource) -> nn.Module:
+    """Return a model on the meta device; raise ModelError if the headers of its files show that it cannot be loaded."""
+    check_quantization(source.config, source.loaded_configuration, 1)
+    return _load_whole(source, torch.float32, torch.device("meta"))
+
+
 def kv_dtype(config: ModelConfig) -> torch.dtype | None:
     """Return the configured number format of the KV cache; None is the model's."""
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
@@ -83,15 +93,21 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
     configuration, model_class = source.loaded_configuration, source.kind.model_class
     is_rounded, saved = source.config.quantization != "none", saved_format(configuration)
-    if not is_rounded and saved in (None, "mxfp4", *FORMATS) and model_class.loaded_by is AutoModelForCausalLM:
-        module = on_meta(copy.deepcopy(configuration), attn_implementation=model_class.attention, dtype=dtype)
-        if saved == "mxfp4":
-            pack_experts(module)
-        names = FileNames(module)
+    made_by, like = model_class.loaded_by, {"attn_implementation": model_class.attention, "dtype": dtype}
+    module = on_meta(copy.deepcopy(configuration), made_by, **like)
+    if saved == "mxfp4":
+        pack_experts(module)
+    names = FileNames(module)
+    is_as_saved = saved is None and has_names_of(source, module, names)
+    if not is_rounded and saved in (None, "mxfp4", *FORMATS) and made_by is AutoModelForCausalLM:
         full = load_packed(source, module, names, dtype, device) if saved in FORMATS else set[str]()
-        if full is not None and (saved is not None or has_names_of(source, module, names)):
+        if full is not None and (saved is not None or is_as_saved):
             fill(source, module, device, names, full=full)
             return module
+    if saved == "gguf" and num_weights(module) > (size := sum(map(math.prod, source.weight_shapes.values()))):
+        raise ModelError(f"{source.path} has {size:,} weights, and its config.json describes {num_weights(module):,}")
+    if device.type == "meta":
+        return module
     configuration = copy.deepcopy(configuration)
     arguments = loading_arguments(source.config, configuration)
     logger.info("%s: transformers loads the weights, which it renames, converts or quantises", source.path)

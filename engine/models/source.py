@@ -9,6 +9,7 @@ import filecmp
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
 from engine.models.families import ModelKind, gguf_settings, keep_layers, read_configuration, text_part
+from engine.models.files import damage_named, indexed_names, names_model, read_object, tensor_shapes
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 """How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
@@ -58,11 +60,11 @@ class ModelSource:
     @cached_property
     def directory(self) -> Path:
         """The directory of the model's files."""
-        path = Path(self.path)
-        if path.is_file() and path.suffix != ".gguf":
-            raise ModelError(f"{path} is a file; name the model's directory, {path.parent}, or a GGUF file")
-        if path.exists():
-            return path if path.is_dir() else path.parent
+        is_file = os.path.isfile(self.path)
+        if is_file and not self.path.endswith(".gguf"):
+            raise ModelError(f"{self.path} is a file; name the directory of the model's files, or a GGUF file")
+        if is_file or os.path.isdir(self.path):
+            return Path(self.path).parent if is_file else Path(self.path)
         # Imported here, because most models are directories.
         from huggingface_hub import snapshot_download
 
@@ -74,15 +76,17 @@ class ModelSource:
             if isinstance(error, OSError):  # it can be a name on the hub
                 name = f"{self.path}@{self.config.revision}" if self.config.revision else self.path
                 message += f"; `paceline pull {name}` downloads it"
+            else:
+                message += "; correct its path"
             raise ModelError(message) from error
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The contents of config.json, or what transformers reads instead in a GGUF file; such a file as quantised."""
         if (file := self.gguf_file) is None:
-            return self._read("config.json")
+            return read_object(self.directory / "config.json")
         if (self.directory / "config.json").exists():
-            settings = self._read("config.json")
+            settings = read_object(self.directory / "config.json")
         else:
             settings = gguf_settings(file)
             logger.info("%s: the configuration is read from it, because there is no config.json beside it", file)
@@ -91,8 +95,8 @@ class ModelSource:
     @cached_property
     def gguf_file(self) -> Path | None:
         """The GGUF file with the weights: one that the path names, or the only one of a directory with no others."""
-        if (path := Path(self.path)).is_file():
-            return path
+        if os.path.isfile(self.path):
+            return Path(self.path)
         if any((self.directory / name).exists() for name in (_WHOLE, _INDEX, *_PICKLED)):
             return None
         if len(files := sorted(self.directory.glob("*.gguf"))) > 1:
@@ -107,6 +111,7 @@ class ModelSource:
         return next((self._kinds[name] for name in names if name in self._kinds), ModelKind)()
 
     @cached_property
+    @names_model
     def configuration(self) -> "PreTrainedConfig":
         """The configuration of a model that can be served."""
         model_type = self.settings.get("model_type", "")
@@ -133,7 +138,8 @@ class ModelSource:
     @cached_property
     def generation_settings(self) -> dict[str, Any]:
         """The contents of generation_config.json; empty if there is none."""
-        return self._read("generation_config.json") if (self.directory / "generation_config.json").exists() else {}
+        path = self.directory / "generation_config.json"
+        return read_object(path) if path.exists() else {}
 
     @property
     def max_model_len(self) -> int:
@@ -176,13 +182,16 @@ class ModelSource:
         """
         # Imported here, because it takes a second, and `serve run` and starting workers import this file as well.
         from transformers import PreTrainedTokenizerFast
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
         file = None if (self.directory / "tokenizer.json").exists() else self.gguf_file
         arguments: dict[str, Any] = {} if file is None else {"gguf_file": file.name}
-        try:
+        with damage_named(f"the tokenizer of {self.path} (tokenizer.json, tokenizer_config.json, chat_template.jinja)"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory, **arguments)
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"cannot load a tokenizer from {self.path}: {error}") from error
+            tokenizer.encode("a")
+            template = tokenizer.chat_template or {}
+            for text in template.values() if isinstance(template, dict) else [template]:
+                _compile_jinja_template(text)
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         return tokenizer
 
@@ -198,12 +207,7 @@ class ModelSource:
             raise ModelError(f"{self.path} has its weights in {first}, which can run code; convert it to safetensors")
         if first == _WHOLE and _INDEX in present:
             logger.warning("%s holds %s and %s; the former is loaded, as in transformers", self.path, first, _INDEX)
-        weight_map = self._read(first).get("weight_map") if first.endswith(".json") else {"": first}
-        names = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
-        if not names:
-            raise ModelError(f"cannot load {self.path}: {first} has no weight_map, which names the files")
-        if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
-            raise ModelError(f"cannot load {self.path}: {first} names {outside[0]}, which is not in its directory")
+        names = indexed_names(directory / first) if first.endswith(".json") else [first]
         if missing := [name for name in names if not (directory / name).exists()]:
             raise ModelError(f"cannot load {self.path}: it lacks {', '.join(missing[:3])}")
         return [directory / name for name in names]
@@ -218,14 +222,8 @@ class ModelSource:
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors in safetensors files."""
-        from safetensors import safe_open
-
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in self.weight_files if self.gguf_file is None else ():
-            with safe_open(path, framework="np") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        return shapes
+        """The shapes of the tensors in the files."""
+        return {name: shape for path in self.weight_files for name, shape in tensor_shapes(path).items()}
 
     @cached_property
     def digest(self) -> str:
@@ -250,19 +248,10 @@ class ModelSource:
         if (reason := self.kind.draft_refusals.get(feature)) is not None:
             raise ModelError(f"the draft {self.path} {reason}")
 
-    def _read(self, name: str) -> dict[str, Any]:
-        try:
-            content = json.loads((self.directory / name).read_text(), object_hook=_special_float)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read a model configuration from {self.path}: {error}") from error
-        if not isinstance(content, dict):
-            raise ModelError(f"cannot read a model configuration from {self.path}: {name} holds no object")
-        return content
-
-
-def _special_float(value: dict[str, Any]) -> Any:
-    """Return the float of {"__float__": "Infinity"}, transformers' form of it, and any other object as it is."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+    @property
+    def has_weights(self) -> bool:
+        """Whether files of weights are on this machine, complete or not."""
+        return any(path.suffix in (".safetensors", ".gguf") for path in self.directory.iterdir())
 
 
 def shared_tokens(target: ModelSource, draft: ModelSource) -> dict[int, int] | None:

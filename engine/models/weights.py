@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from engine.errors import ModelError
+from engine.models.files import damage_named
 from engine.models.layers.quantization import QuantizedLinear
 from engine.models.source import ModelSource
 
@@ -99,9 +100,7 @@ def fill(
         name, part = places[key]
         if (axis := getattr(part, "packed_axis", None)) is not None:
             window = window.flatten(axis, axis + 1)
-        if window.shape != part.shape:
-            shapes = f"{[*window.shape]} of {[*whole.shape]}, not {[*part.shape]}"
-            raise ModelError(f"{source.path}: {key} has the shape {shapes}")
+        _check(source, key, whole, window, part)
         for other in tied[id(tensors[name])]:
             num_missing[other] -= part.numel()
         if (kept := on_tensor(name, whole, window)) is None:
@@ -184,15 +183,35 @@ def read(
 
 
 def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bool:
-    """Return whether the files hold each number of a model once, in tensors that are not converted."""
+    """Return whether the files hold each number of a model once, in tensors that are not converted.
+
+    Raises:
+        ModelError: a tensor has another shape, or too few are left for the weights that no tensor is named after.
+            Transformers would first allocate all weights, however large the configuration makes them.
+    """
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     num_missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
+    num_stored, num_unnamed, is_converted = 0, 0, False
     for key, whole in mapped_tensors(source):
-        if (tensor := tensors.get(names.parameter(key))) is not None:
-            if names.part(key, tensor).shape != whole.shape:
-                return False
-            num_missing[id(tensor)] -= whole.numel()
-    return not any(num_missing.values())
+        num_stored += whole.numel()
+        if (tensor := tensors.get(names.parameter(key))) is None:
+            num_unnamed += whole.numel()
+            continue
+        if (part := names.part(key, tensor)).numel():
+            _check(source, key, whole, whole, part)
+        is_converted |= not part.numel()
+        num_missing[id(tensor)] -= whole.numel()
+    weights = {id(tensor): name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    if sum(num_missing[key] for key in weights) > (num_stored if is_converted else num_unnamed):
+        missing = sorted(name for key, name in weights.items() if num_missing[key] > 0)
+        raise ModelError(f"{source.path} lacks the weights {', '.join(missing[:3])}; download it again")
+    return not is_converted and not any(num_missing.values())
+
+
+def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: Tensor) -> None:
+    if window.shape != part.shape or whole.is_floating_point() != part.is_floating_point():
+        is_, should_be = (f"{[*x.shape]} of {'floats' if x.is_floating_point() else x.dtype}" for x in (whole, part))
+        raise ModelError(f"{source.path}: {key} is {is_}, and its config.json gives {should_be}; download both again")
 
 
 def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
@@ -206,7 +225,7 @@ def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -
 def mapped_tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and the mapped tensors of all files; nothing is read yet."""
     for file in source.weight_files:
-        with safe_open(file, framework="pt") as weights:
+        with damage_named(file), safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
                 yield name, weights.get_tensor(name)
 

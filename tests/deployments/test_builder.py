@@ -1,5 +1,7 @@
 """The deployments of the application, what is refused, and which of them a changed setting restarts."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from deployments.builder import surge_percent
 from deployments.config import AppConfig, ArgumentError
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.wire import DRAFTS
+from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET
 
 LAPTOP = {"a": Node({"CPU": 16.0})}
 POOLED: dict[str, Any] = {"draft_pool": {"replicas": 2}}
@@ -297,3 +300,32 @@ def test_no_number_of_replicas_outgrows_the_room() -> None:
             for replicas in range(1, most + 1):
                 surge = (percent * replicas + 99) // 100  # as Serve computes it
                 assert replicas + surge <= max(room, most)
+
+
+def test_models_that_no_replica_could_load_are_refused_before_any_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(**arguments: Any) -> str:
+        try:
+            deployments(
+                AppConfig.model_validate({"target_model": str(target), "draft_model": "none"} | arguments), monkeypatch
+            )
+        except ArgumentError as error:
+            return str(error)
+        return ""
+
+    target = shutil.copytree(BUNDLED_TARGET, tmp_path / "target")
+    assert refusal() == refusal(draft_model=str(BUNDLED_DRAFT)) == refusal(draft_model=str(BUNDLED_HEAD)) == ""
+    assert "has 6 attention heads, not divisible by tensor_parallel_size 4" in refusal(tensor_parallel_size=4)
+    draft = shutil.copytree(BUNDLED_DRAFT, tmp_path / "draft")
+    (draft / "model.safetensors").write_bytes(b"")
+    assert f"cannot read {draft / 'model.safetensors'}" in refusal(draft_model=str(draft))
+    (target / "chat_template.jinja").write_text("{% if a %}")
+    assert "chat_template.jinja): TemplateSyntaxError: Unexpected end of template" in refusal()
+    (target / "chat_template.jinja").write_text(
+        "{% for a in b %}{% break %}{% endfor %}{% generation %}{% endgeneration %}"
+    )
+    assert refusal() == ""
+    (target / "tokenizer.json").write_text("{")
+    assert f"cannot read the tokenizer of {target}" in refusal()
+    assert refusal(target_model="/of/another/node") == ""

@@ -49,10 +49,12 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
 
 
-def on_meta(model_config: PreTrainedConfig, **arguments: Any) -> nn.Module:
-    """Return the unquantised model on the meta device, made with these arguments of `from_config`."""
+def on_meta(model_config: PreTrainedConfig, made_by: Any = AutoModelForCausalLM, **arguments: Any) -> nn.Module:
+    """Return the unquantised model on the meta device; raise ValueError if it has tables beyond memory."""
     with _MAKING, torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(model_config, **arguments)  # type: ignore[no-untyped-call]
+        module: Any = made_by.from_config(model_config, **arguments)
+    if (size := sum(buffer.numel() for buffer in module.buffers())) > 2**30:  # which no file bounds
+        raise ValueError(f"its tables of positions would have {size:,} numbers")
     for part, kept in module._get_dtype_plan(arguments.get("dtype")).items():
         for name, tensor in module.state_dict(keep_vars=True).items():
             if fnmatch.fnmatchcase(name, f"*{part}*"):

@@ -61,11 +61,11 @@ class Recorder:
 
     def __call__(self, request: Request) -> None:
         if request.command == "GET":
-            request.answer(200, b'{"data": [{"id": "m"}]}')
+            request.answer(200, b'{"data": [{"id": "m\\u001b[2J"}]}')
             return
         self.bodies.append(body := json.loads(request.body))
         if body["messages"][-1]["content"] == "bad":
-            request.answer(400, b'{"error": {"message": "bad words"}}')
+            request.answer(400, b'{"error": {"message": "bad \\u001b]2;x\\u0007words"}}')
             return
         rounds = [{"texts": ["yes", "[b]\t", " é "], "accepted": 2, "draft": ["yes", "[b]"], "last": "bonus"}]
         figures = {"draft_acceptance_rate": 0.5, "mean_acceptance_length": 3.0}
@@ -107,7 +107,7 @@ def test_a_terminal_shows_origins_and_figures(
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("/nothing", "no command /nothing"), ("/seed x", "/seed does not take 'x'"), ("bad", "400: bad words")],
+    [("/nothing", "no command /nothing"), ("/seed x", "/seed does not take 'x'"), ("bad", "400: bad ␛]2;x␇words")],
 )
 def test_what_cannot_be_done_is_said_and_changes_nothing(
     line: str, message: str, monkeypatch: pytest.MonkeyPatch
@@ -136,5 +136,7 @@ def test_the_model_is_asked_with_the_first_key() -> None:
         ChatSession(url, None)
 
 
-def test_a_text_cannot_command_the_terminal():
+def test_neither_a_text_nor_a_models_name_can_command_the_terminal() -> None:
+    with stand_in(Recorder()) as url:
+        assert ChatSession(url, None)._name == "m␛[2J"
     assert "\x1b]52;c;aGk=\x07a\tb\n\x9b".translate(VISIBLE) == "␛]52;c;aGk=␇a\tb\n\ufffd"

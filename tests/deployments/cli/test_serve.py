@@ -1,14 +1,26 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 
 from deployments.cli import commands, serve
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Serve with these arguments until that fails; return the exit status."""
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # which the command sets
+    monkeypatch.setattr("sys.argv", ["paceline", "serve", *arguments])
+    with pytest.raises(SystemExit) as error:
+        commands.main()
+    assert isinstance(error.value.code, int)
+    return error.value.code
 
 
 @pytest.mark.parametrize(
@@ -16,29 +28,67 @@ from deployments.cli import commands, serve
     [
         (["num_speculative_token=3"], "did you mean num_speculative_tokens?"),
         (["num_speculative_tokens=many"], "num_speculative_tokens is 'many'"),
-        (["num_speculative_tokens"], "not of the form name=value"),
-        (["--nothing"], "No such option: --nothing"),
+        (["drafting=os:system"], "drafting is 'os:system', which is <built-in function system>; it must be a class of"),
+        (["drafting=collections:Counter"], "it must be a class of drafters or a Method"),
+        (["drafting=..:x"], "drafting is '..:x', which cannot be imported"),
+        (["verification=os:system"], "it must be an engine.verification.rule.Rule"),
+        (["target_model=/no/where"], "model directory /no/where does not exist"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000: Cannot assign requested address; choose another"),
+        (["api_key_file=/bin/true"], "api_key_file: "),
     ],
 )
-def test_a_wrong_argument_is_refused_in_one_line_before_anything_starts(
+def test_a_setting_with_which_nothing_can_start_is_named_in_one_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # which the command sets
-    monkeypatch.setattr("sys.argv", ["paceline", "serve", *arguments])
-    with pytest.raises(SystemExit) as error:
-        commands.main()
-    assert error.value.code == 2
+    assert run(arguments, monkeypatch) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("num_speculative_tokens", "not of the form name=value"), ("--nothing", "No such option: --nothing")],
+)
+def test_words_that_are_no_settings_are_refused_with_the_usage(
+    argument: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([argument], monkeypatch) == 2
     assert message in capsys.readouterr().err
 
 
-def test_why_an_application_did_not_start_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    deployments = {
-        "Router": SimpleNamespace(status="UPDATING", message=""),
-        "Ingress": SimpleNamespace(status="DEPLOY_FAILED", message="Traceback\n  ...\nModelError: no such model\n"),
-    }
-    status = SimpleNamespace(applications={"default": SimpleNamespace(deployments=deployments)})
-    monkeypatch.setattr(serve.serve, "status", lambda: status)
-    assert serve._failures() == ["ModelError: no such model"]
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert run(["--port", str(port)], monkeypatch) == 1
+    assert f"error: cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+ERROR = "Traceback\n  ...\nengine.errors.{}: no such model\n"
+
+
+@pytest.mark.parametrize(
+    ("states", "ends"),
+    [
+        ([("DEPLOYING", "UPDATING", ERROR.format("TargetError")), ("RUNNING", "HEALTHY", "")], None),
+        ([("DEPLOYING", "UPDATING", ERROR.format("ModelError"))], "the application did not start: no such model"),
+        ([("DEPLOYING", "DEPLOY_FAILED", ERROR.format("TargetError"))], "the application did not start: no such model"),
+    ],
+    ids=["tried again", "no use in trying", "given up"],
+)
+def test_a_start_ends_when_no_retry_can_help(
+    states: list[tuple[str, str, str]], ends: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status() -> SimpleNamespace:
+        application, ingress, message = states.pop(0)
+        both = {"Router": ("UPDATING", ""), "Ingress": (ingress, message)}
+        deployments = {name: SimpleNamespace(status=one, message=text) for name, (one, text) in both.items()}
+        return SimpleNamespace(applications={"default": SimpleNamespace(status=application, deployments=deployments)})
+
+    monkeypatch.setattr(serve.serve, "status", status)
+    with contextlib.nullcontext() if ends is None else pytest.raises(click.ClickException, match=ends):
+        serve._wait_for_start()
+    assert states == []
 
 
 @pytest.mark.parametrize(("later_s", "exits"), [(0.0, False), (0.9, False), (1.1, True)])

@@ -7,14 +7,25 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.server import ServerState
 
 from deployments.config import AppConfig, Limits
 from deployments.guard.body import Bodies
-from deployments.guard.middleware import OPEN_ROUTES, REQUEST_ID, SERVE_HEADERS, SafeHeaders, request_id_of
+from deployments.guard.middleware import (
+    OPEN_ROUTES,
+    REQUEST_ID,
+    SERVE_HEADERS,
+    SafeHeaders,
+    middlewares,
+    request_id_of,
+)
 from engine.errors import TargetError
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
@@ -354,3 +365,19 @@ async def test_concurrent_requests_do_not_mix_their_ids(client: httpx.AsyncClien
 
     names = [f"n{number}" for number in range(20)]
     assert await asyncio.gather(*map(refused, names)) == names
+
+
+@pytest.mark.parametrize("line", [b"A: \x01b", b"A\x1b: b", b"no colon"])
+def test_what_is_no_http_is_refused_in_json(line: bytes) -> None:
+    middlewares()
+    sent, config = bytearray(), Config(SafeHeaders)
+    config.load()
+    transport = SimpleNamespace(write=sent.extend, close=lambda: sent.extend(b"."), get_extra_info=lambda _: None)
+    connection = AutoHTTPProtocol(config, ServerState(), {}, _loop=asyncio.new_event_loop())
+    connection.connection_made(transport)
+    connection.data_received(b"GET / HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n\r\n")
+    head, _, body = bytes(sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert f"content-length: {len(body) - 1}".encode() in head
+    assert body.endswith(b".")
+    assert json.loads(body[:-1])["error"]["type"] == "invalid_request_error"

@@ -38,19 +38,21 @@ async def test_nothing_is_killed_without_a_key_for_another_process_or_outside_a_
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("sender", "headers", "status"),
     [
-        ({"Host": "127.0.0.1:8000"}, 202),
-        ({"Host": "localhost", "Origin": "http://localhost"}, 202),
-        ({"Host": "rebound.example"}, 403),
-        ({"Host": "127.0.0.1:8000", "Origin": "http://other.example"}, 403),
-        ({"Host": "127.0.0.1:8000", "Origin": "null"}, 403),
+        ("127.0.0.1", {"Host": "127.0.0.1:8000"}, 202),
+        ("::1", {"Host": "localhost", "Origin": "http://localhost"}, 202),
+        ("127.0.0.1", {"Host": "rebound.example"}, 403),
+        ("127.0.0.1", {"Host": "127.0.0.1:8000", "Origin": "http://other.example"}, 403),
+        ("127.0.0.1", {"Host": "127.0.0.1:8000", "Origin": "null"}, 403),
+        ("192.0.2.7", {"Host": "localhost"}, 403),
     ],
 )
 async def test_without_keys_only_this_machines_page_kills(
-    config: AppConfig, routers: LocalRouters, headers: dict[str, str], status: int
+    config: AppConfig, routers: LocalRouters, sender: str, headers: dict[str, str], status: int
 ) -> None:
-    async with make_client(await make_app(demo(config), routers)) as client:
+    transport = httpx.ASGITransport(await make_app(demo(config), routers), client=(sender, 5000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://paceline") as client:
         response = await client.post("/demo/kill", json={"process": "draft"}, headers=headers)
     assert response.status_code == status
     assert routers.killed == ["draft"] * (status == 202)

@@ -272,6 +272,8 @@ def test_a_method_elsewhere_is_named_by_its_import_path():
             "drafting is 'tests.examples.drafter:Other', which cannot be imp",
         ),
         ({"drafting": f"{__name__}:__name__"}, "it must be a class of drafters or a Method"),
+        ({"drafting": "os:system"}, "it must be a class of drafters or a Method"),
+        ({"drafting": "...:Other"}, "cannot be imported: the 'package' argument is required"),
         ({"drafting": f"{__name__}:DIRECT"}, "verification is 'coupled', but drafting is .*, which allows block"),
         ({"verification": "tests.examples.rule:accept"}, "it must be an engine.verification.rule.Rule"),
     ],
@@ -279,6 +281,13 @@ def test_a_method_elsewhere_is_named_by_its_import_path():
 def test_a_wrong_import_path_is_refused_at_the_start(settings, message):
     with pytest.raises(ConfigError, match=message):
         choose_method(EngineConfig(**settings), has_draft_model=True)
+
+
+def test_a_drafter_that_cannot_be_made_is_named():
+    config = EngineConfig(drafting="engine.drafting.copying.combined:CombinedDrafter")
+    method = choose_method(config, has_draft_model=False)
+    with pytest.raises(ConfigError, match="CombinedDrafter', which cannot be made of an EngineConfig: TypeError"):
+        method.make(config, None)
 
 
 @pytest.fixture

@@ -72,8 +72,9 @@ def test_a_model_read_from_its_files_is_the_one_that_transformers_loads(family, 
 
 
 def test_what_transformers_converts_is_converted_on_the_device(tmp_path, monkeypatch):
-    transformers.AutoModel.from_config(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)  # without a head
-    device, arguments = torch.device("meta"), {}
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)  # under names without "model."
+    device, arguments = torch.device("cuda"), {}
     monkeypatch.setattr(CausalLM, "load_module", lambda *_, **given: arguments.update(given) or torch.nn.Module())
     loader._load_whole(source_of(tmp_path), torch.bfloat16, device)
     assert arguments == {"device_map": {"": device}}

@@ -105,7 +105,7 @@ def test_what_is_neither_a_directory_nor_in_the_cache_is_refused_by_name(path, s
 def test_a_directory_without_a_configuration_is_named(content, tmp_path):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelError, match=f"cannot read a model configuration from {tmp_path}"):
+    with pytest.raises(ModelError, match=f"cannot read .*{tmp_path}"):
         _ = source_of(tmp_path).configuration
 
 
@@ -237,7 +237,7 @@ def test_ids_are_those_of_the_file_whatever_class_the_settings_name(name, target
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="cannot load a tokenizer from"):
+    with pytest.raises(ModelError, match="cannot read the tokenizer of"):
         _ = source_of(tmp_path).tokenizer
 
 

@@ -145,6 +145,12 @@ def test_bfloat16_models_are_quantised_too(path):
     assert layer(torch.ones(1, 128, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+def test_tables_that_no_file_bounds_are_refused_before_they_are_allocated():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}
+    with pytest.raises(ValueError, match=r"tables of positions would have 8,000,000,000 numbers"):
+        quantization.on_meta(transformers.PhiConfig(**SIZES, rope_parameters=rope))
+
+
 def test_inputs_that_do_not_fit_into_groups_are_refused_by_name(tmp_path):
     save(transformers.LlamaConfig(**WIDE | {"intermediate_size": 80}), tmp_path)
     with pytest.raises(ModelError, match=r"multiple of 32, but model\.layers\.0\.mlp\.down_proj has 80"):

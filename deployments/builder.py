@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,9 @@ from deployments.router.pooled_drafts import Drafts
 from deployments.router.router import Router
 from deployments.routing.loads import QueueDepthRouter
 from deployments.wire import DRAFTS
-from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET
+from engine.config import PairConfig
 from engine.errors import ModelError
-from engine.models.files import damage_named
 from engine.models.registry import open_model
-from engine.models.source import ModelSource
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -63,15 +62,12 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     # Read here and passed on: the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
     group, nodes = group_config(config), _nodes()
-    try:
-        _check_models(group, can_grow=can_grow)
-    except ModelError as error:
-        raise ArgumentError(str(error)) from None
     num_gpus = sum(node.resources.get("GPU", 0) for node in nodes.values())
     try:
+        _check_models(config.pair, group, can_grow=can_grow)
         bundles = placement_bundles(group, num_gpus=num_gpus)
         selectors = label_selectors(group, bundles)
-    except PlacementError as error:
+    except (ModelError, PlacementError) as error:
         raise ArgumentError(str(error)) from None
     num_cpus = sum(node.resources.get("CPU", 0) for node in nodes.values())
     affordable = min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
@@ -141,36 +137,25 @@ def _draft_pool(settings: PoolSize, group: GroupConfig, num_gpus: float, watched
     return application
 
 
-def _check_models(group: GroupConfig, *, can_grow: bool) -> None:
+def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> None:
     """Raise ModelError if models cannot be served, before Serve tries to start replicas again and again.
 
     The bundled models are not checked, because that imports torch, nor models that may be on other nodes only.
     """
-    target, draft = open_model(group.target), None if group.draft is None else open_model(group.draft)
-    sources = [source for source in (target, target.head, draft) if source is not None]
-    bundled = {*map(str, (BUNDLED_TARGET, BUNDLED_DRAFT, BUNDLED_HEAD))}
-    if {source.path for source in sources} <= bundled or (can_grow and not all(map(_has_weights, sources))):
+    if {pair.target_model, pair.draft_model} <= {"auto", "bundled", "bundled-head", "none"}:
         return
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
+    target, draft = open_model(group.target), None if group.draft is None else open_model(group.draft)
+    sources, are_here = [source for source in (target, target.head, draft) if source is not None], False
+    with suppress(ModelError):
+        are_here = all(source.has_weights for source in sources)
+    if can_grow and not are_here:
+        return
     # What imports no torch comes first.
-    _ = [source.weight_shapes for source in sources if source.weight_files[0].suffix != ".gguf"]
+    _ = target.tokenizer, [source.weight_shapes for source in sources if source.weight_files[0].suffix != ".gguf"]
     suited_to_models(group, target, draft)
-    template = target.tokenizer.chat_template
-    with damage_named(f"the chat template of {target.path}", "correct it, or download it again"):
-        for text in template.values() if isinstance(template, dict) else filter(None, [template]):
-            _compile_jinja_template(text)
     from cluster.workers.loading import check_files
 
     check_files(target, draft, group.tensor_parallel_size)
-
-
-def _has_weights(source: ModelSource) -> bool:
-    try:
-        return any(path.suffix in (".safetensors", ".gguf") for path in source.directory.iterdir())
-    except (ModelError, OSError) as error:
-        logger.warning("%s, on this machine; replicas start where it does", error)
-        return False
 
 
 def _version(*arguments: object) -> str:

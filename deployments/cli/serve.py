@@ -7,7 +7,6 @@ exit status is 0, or 1 with one line that says why the application did not start
 
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def serve_here(settings: dict[str, str], host: str, port: int) -> None:
         logger.warning("%s: %s; %s", finding.subject, finding.found, finding.advice)
     application = build(config, can_grow=False)  # the cluster will be this machine
     set_serve_environment(config)
-    with _explained(), group_of_children():
+    with group_of_children():
         # With JSON, Ray adds no prefix to workers' lines.
         log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if config.log_format == "json" else None
         # Never a running cluster: the end deletes its applications. Serve's own commands look in this namespace. Ray's
@@ -64,23 +63,20 @@ def serve_here(settings: dict[str, str], host: str, port: int) -> None:
     exit_at = ExitAtSignal()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, exit_at)
-    is_failed = False
     try:
         # Serve's controller and proxies say little that is of use here, and most of it when the server stops.
         quiet = {**serve_logging(config.log_format), "log_level": "WARNING"}
-        with _explained():
-            serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
+        serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
         with start_progress(logger):
             serve.run_many([serve.RunTarget(application)], wait_for_applications_running=False)
             _wait_for_start()
             signal.pause()
-    except click.ClickException:
-        is_failed = True
-        raise
+    except (RayError, RuntimeError, TimeoutError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        raise click.ClickException(f"Ray did not start: {reason}; its logs are in /tmp/ray/session_latest") from error
     finally:
         try:
-            if not is_failed:
-                _drain(config.drain_timeout_s)
+            _drain(config.drain_timeout_s)
         finally:
             ray.shutdown()  # with all that is left of Serve; `serve.shutdown` would first print how it ends
 
@@ -121,30 +117,14 @@ class ExitAtSignal:
             sys.exit(0)
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Raise click.ClickException, which is one line, for errors of Ray itself."""
-    try:
-        yield
-    except (RayError, RuntimeError, TimeoutError, ConnectionError) as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        raise click.ClickException(f"Ray did not start: {reason}; its logs are in /tmp/ray/session_latest") from error
-
-
 def _wait_for_start() -> None:
     """Wait until the application runs; raise click.ClickException if it fails, at once if no retry can help."""
-    while (failures := _failures()) is not None:
-        if failures:
-            raise click.ClickException(f"the application did not start: {'; '.join(failures)}")
+    while (application := serve.status().applications["default"]).status != "RUNNING":
+        for deployment in application.deployments.values():
+            error = deployment.message.strip().rpartition("\n")[2]  # of the traceback that Serve keeps
+            if deployment.status == "DEPLOY_FAILED" or error.startswith(_FINAL):
+                raise click.ClickException(f"the application did not start: {error.partition(': ')[2] or error}")
         time.sleep(_POLL_S)
-
-
-def _failures() -> list[str] | None:
-    """Return why deployments do not start: the last lines of the tracebacks that Serve keeps; None if they run."""
-    (application,) = serve.status().applications.values()
-    lines = [(one.status, one.message.strip().rpartition("\n")[2]) for one in application.deployments.values()]
-    errors = [line for status, line in lines if status == "DEPLOY_FAILED" or line.startswith(_FINAL)]
-    return None if application.status == "RUNNING" else [re.sub(r"^[\w.]+: ", "", error) for error in errors]
 
 
 def _drain(timeout_s: float) -> None:

@@ -129,13 +129,5 @@ class EagerBackend:
                 raise RuntimeError("not every layer attends once in a pass")
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error
-        except (
-            ArithmeticError,
-            AssertionError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:
+        except Exception as error:
             raise ModelError(f"{name} cannot be run with paged attention: {error}") from error

@@ -1,14 +1,12 @@
 """The backend registry: the backend of a device, and a survey of its memory."""
 
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import ModelError
+from engine.config import EngineConfig, import_named
 from engine.execution.backend import Backend
 from engine.execution.footprint import footprint
 from engine.execution.memory import Survey
@@ -50,15 +48,11 @@ def make_backend(
 
 
 def _wrapper() -> Callable[[Backend], Backend]:
-    """Return the function that the environment names, else the identity; raise ModelError if there is none."""
+    """Return the function that the environment names, else the identity; raise ConfigError if there is none."""
     name = os.environ.get(WRAPPER)
     if not name:
         return lambda backend: backend
-    module, _, function = name.partition(":")
-    try:
-        wrapper: Callable[[Backend], Backend] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(f"{WRAPPER} is {name!r}; it must be module:function, and {error}") from error
+    wrapper: Callable[[Backend], Backend] = import_named(WRAPPER, name)
     return wrapper
 
 

@@ -98,7 +98,7 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     """Return the kind of head that a config.json describes; None if it describes a whole model."""
     if kind := settings.get("speculators_model_type"):
         return str(kind)
-    names, block = " ".join(settings.get("architectures") or ()), settings.get("dflash_config")
+    names, block = str(settings.get("architectures")), settings.get("dflash_config")
     if "DSpark" in names or (block or {}).get("projector_type") == _BLOCKS[1]:
         return _BLOCKS[1]
     if "DFlash" in names or block is not None:

@@ -88,22 +88,19 @@ class CausalLM:
         """Load the module with transformers' `from_pretrained` and more of its arguments.
 
         Raises:
-            ModelError: the module cannot be loaded, or the files lack a weight.
+            ModelError: the files lack a weight.
         """
-        try:
-            module, loading = cls.loaded_by.from_pretrained(
-                directory,
-                config=config,
-                generation_config=GenerationConfig(),  # type: ignore[no-untyped-call] # or it would read the file again
-                dtype=dtype,
-                attn_implementation=cls.attention,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                **arguments,
-            )
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
-            raise ModelError(f"cannot load {directory}: {error}") from error
+        module, loading = cls.loaded_by.from_pretrained(
+            directory,
+            config=config,
+            generation_config=GenerationConfig(),  # type: ignore[no-untyped-call] # or it would read the file again
+            dtype=dtype,
+            attn_implementation=cls.attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **arguments,
+        )
         if missing := sorted(loading["missing_keys"]):  # transformers only warns, and draws them
             raise ModelError(f"{directory} lacks the weights {', '.join(missing[:3])}")
         assert isinstance(module, nn.Module)

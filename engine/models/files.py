@@ -16,25 +16,15 @@ from engine.errors import ModelError, PacelineError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_SECTIONS = (
-    *("text_config", "quantization_config", "rope_parameters", "rope_scaling", "transformer_layer_config"),
-    *("speculators_config", "verifier", "eagle_config", "dflash_config"),
+_SECTIONS = r"(text|quantization|transformer_layer|speculators|eagle|dflash)_config|verifier|rope_(parameters|scaling)"
+_TYPES = (("model_type", str, "a text"), (_SECTIONS, dict, "an object"))
+"""The types of fields that are read before transformers has checked them, by patterns of their names."""
+_SIZE = re.compile(
+    r"(hidden|intermediate|vocab)_size|head_dim|max_position_embeddings|num_(hidden_layers|(attention|key_value)_heads)"
+    r"|num_(layers|heads)|n_(embd|head|layer|positions)|d_(model|kv|ff)"
 )
-_TYPES: Mapping[str, tuple[type, str]] = {
-    "model_type": (str, "a text"),
-    "architectures": (list, "a list of texts"),
-    **dict.fromkeys(_SECTIONS, (dict, "an object")),
-}
-"""The types of fields of config.json that are read before transformers has checked them."""
-_SIZES = (
-    *("hidden_size", "intermediate_size", "vocab_size", "head_dim", "max_position_embeddings", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "n_embd", "n_head", "n_layer", "n_positions", "d_model", "d_kv"),
-    *("d_ff", "num_heads", "num_layers"),
-)
-"""Fields of config.json that are at least 1."""
-_COUNT = re.compile(r"(layer|head|expert)s?$")
-_MAX_COUNT = 2**14
-"""Most layers, heads or experts: transformers makes Python objects for each before it reads a weight."""
+_COUNT, _MAX_COUNT = re.compile(r".*(layer|head|expert)s?"), 2**14
+"""What transformers makes Python objects for, each before it reads a weight; and how many at most."""
 
 
 @contextmanager
@@ -63,33 +53,28 @@ def names_model(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file."""
+    """Return the object in a JSON file; its sections are objects, and its sizes are such as a model can have."""
     with damage_named(path):
         content = json.loads(path.read_text(), object_hook=_special_float)
         if not isinstance(content, dict):
-            raise ModelError(f"cannot read {path}: it holds no object; download it again")
+            raise ValueError("it holds no object")
+        _check(path, content)
     return content
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the contents of a config.json whose sections are objects, and whose sizes a model can have."""
-    settings = read_object(path)
-    _check(path, settings)
-    return settings
 
 
 def _check(path: Path, section: Mapping[str, Any]) -> None:
     for name, value in section.items():
-        kind, words = _TYPES.get(name, (object, ""))
-        is_mixed = kind is list and isinstance(value, list) and not all(isinstance(one, str) for one in value)
-        if value is not None and (is_mixed or not isinstance(value, kind)):
-            raise ModelError(f"cannot read {path}: {name} is {value!r:.80}; it must be {words}")
+        wrong = [
+            words for pattern, kind, words in _TYPES if re.fullmatch(pattern, name) and not isinstance(value, kind)
+        ]
         if isinstance(value, dict):
             _check(path, value)
-        elif type(value) is int and name in _SIZES and value < 1:
-            raise ModelError(f"cannot read {path}: {name} is {value}; it must be at least 1")
-        elif type(value) is int and _COUNT.search(name) and value > _MAX_COUNT:
-            raise ModelError(f"cannot read {path}: {name} is {value}; it must be at most {_MAX_COUNT}")
+        elif type(value) is int and _SIZE.fullmatch(name) and value < 1:
+            wrong.append("at least 1")
+        elif type(value) is int and _COUNT.fullmatch(name) and value > _MAX_COUNT:
+            wrong.append(f"at most {_MAX_COUNT}")
+        if wrong and value is not None:
+            raise ModelError(f"cannot read {path}: {name} is {value!r:.80}; it must be {wrong[0]}")
 
 
 def indexed_names(index: Path) -> list[str]:
@@ -105,15 +90,15 @@ def indexed_names(index: Path) -> list[str]:
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a safetensors or GGUF file."""
-    if path.suffix == ".gguf":
-        from gguf import GGUFReader
+    with damage_named(path):
+        if path.suffix == ".gguf":
+            from gguf import GGUFReader
 
-        with damage_named(path):
             return {tensor.name: tuple(map(int, tensor.shape)) for tensor in GGUFReader(path).tensors}
-    from safetensors import safe_open
+        from safetensors import safe_open
 
-    with damage_named(path), safe_open(path, framework="np") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="np") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _special_float(value: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from engine.models.layers.quantization import convert_torchao, on_meta
 from engine.models.packed_weights import load_packed
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
-from engine.models.weights import TEXT_PART, FileNames, check_names, fill, has_names_of
+from engine.models.weights import TEXT_PART, FileNames, fill, has_names_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,19 +92,18 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
     configuration, model_class = source.loaded_configuration, source.kind.model_class
     is_rounded, saved = source.config.quantization != "none", saved_format(configuration)
-    loaded_by, arguments = model_class.loaded_by, {"attn_implementation": model_class.attention, "dtype": dtype}
-    module = on_meta(copy.deepcopy(configuration), loaded_by, **arguments)
+    made_by, like = model_class.loaded_by, {"attn_implementation": model_class.attention, "dtype": dtype}
+    module = on_meta(copy.deepcopy(configuration), made_by, **like)
     if saved == "mxfp4":
         pack_experts(module)
     names = FileNames(module)
-    if not is_rounded and saved in (None, "mxfp4", *FORMATS) and loaded_by is AutoModelForCausalLM:
+    is_as_saved = saved is None and has_names_of(source, module, names)
+    if not is_rounded and saved in (None, "mxfp4", *FORMATS) and made_by is AutoModelForCausalLM:
         full = load_packed(source, module, names, dtype, device) if saved in FORMATS else set[str]()
-        if full is not None and (saved is not None or has_names_of(source, module, names)):
+        if full is not None and (saved is not None or is_as_saved):
             fill(source, module, device, names, full=full)
             return module
-    if saved is None:
-        check_names(source, module, names)
-    elif saved == "gguf" and num_weights(module) > (size := sum(map(math.prod, source.weight_shapes.values()))):
+    if saved == "gguf" and num_weights(module) > (size := sum(map(math.prod, source.weight_shapes.values()))):
         raise ModelError(f"{source.path} has {size:,} weights, and its config.json describes {num_weights(module):,}")
     if device.type == "meta":
         return module

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
 from engine.models.families import keep_layers, read_configuration, refusal, text_part
-from engine.models.files import damage_named, indexed_names, names_model, read_object, read_settings, tensor_shapes
+from engine.models.files import damage_named, indexed_names, names_model, read_object, tensor_shapes
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 """How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
@@ -117,7 +117,7 @@ class ModelSource:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The contents of config.json, and what its weights are saved as if they are in a GGUF file."""
-        settings = read_settings(self.directory / "config.json")
+        settings = read_object(self.directory / "config.json")
         if files := self._gguf_files:
             settings["quantization_config"] = {"quant_method": "gguf", "gguf_file": files[0].name}
         return settings
@@ -183,10 +183,14 @@ class ModelSource:
         """
         # Imported here, because it takes a second, and `serve run` and starting workers import this file as well.
         from transformers import PreTrainedTokenizerFast
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        with damage_named(f"the tokenizer of {self.path} (tokenizer.json, tokenizer_config.json)"):
+        with damage_named(f"the tokenizer of {self.path} (tokenizer.json, tokenizer_config.json, chat_template.jinja)"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
             tokenizer.encode("a")
+            template = tokenizer.chat_template or {}
+            for text in template.values() if isinstance(template, dict) else [template]:
+                _compile_jinja_template(text)
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
         return tokenizer
 
@@ -239,6 +243,11 @@ class ModelSource:
         """Raise ModelError if models of this kind cannot draft so."""
         if (reason := self.kind.draft_refusals.get(feature)) is not None:
             raise ModelError(f"the draft {self.path} {reason}")
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether files of weights are on this machine, complete or not."""
+        return any(path.suffix in (".safetensors", ".gguf") for path in self.directory.iterdir())
 
     @cached_property
     def _gguf_files(self) -> list[Path]:

@@ -182,46 +182,36 @@ def read(
             wait()
 
 
-def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: Tensor) -> None:
-    if window.shape != part.shape:
-        shapes = f"{[*whole.shape]}, and its config.json gives {[*part.shape]}"
-        raise ModelError(f"{source.path}: {key} has the shape {shapes}; correct one, or download both again")
-    if whole.is_floating_point() != part.is_floating_point():
-        raise ModelError(
-            f"{source.path}: {key} has the number format {whole.dtype}, not {part.dtype}; download it again"
-        )
+def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bool:
+    """Return whether the files hold each number of a model once, in tensors that are not converted.
 
-
-def check_names(source: ModelSource, module: nn.Module, names: FileNames) -> None:
-    """Raise ModelError if a tensor of the files has another shape than its weight, or the files are too small.
-
-    Transformers would first allocate all weights, however large the configuration makes them.
+    Raises:
+        ModelError: a tensor has another shape, or too few are left for the weights that no tensor is named after.
+            Transformers would first allocate all weights, however large the configuration makes them.
     """
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    missing = {id(one): (name, one.numel()) for name, one in tensors.items() if isinstance(one, nn.Parameter)}
-    num_unknown = 0  # under names that transformers may know
-    for key, whole in mapped_tensors(source):
-        tensor = tensors.get(names.parameter(key))
-        if tensor is None:
-            num_unknown += whole.numel()
-        elif (part := names.part(key, tensor)).numel():
-            _check(source, key, whole, whole, part)
-        missing.pop(id(tensor), None)
-    if sum(size for _, size in missing.values()) > num_unknown:
-        first = ", ".join(sorted(name for name, _ in missing.values())[:3])
-        raise ModelError(f"{source.path} lacks the weights {first}; download it again")
-
-
-def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bool:
-    """Return whether the files hold each number of a model once, in tensors that are not converted."""
-    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     num_missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
+    num_stored, num_unnamed, is_converted = 0, 0, False
     for key, whole in mapped_tensors(source):
-        if (tensor := tensors.get(names.parameter(key))) is not None:
-            if names.part(key, tensor).shape != whole.shape:
-                return False
-            num_missing[id(tensor)] -= whole.numel()
-    return not any(num_missing.values())
+        num_stored += whole.numel()
+        if (tensor := tensors.get(names.parameter(key))) is None:
+            num_unnamed += whole.numel()
+            continue
+        if (part := names.part(key, tensor)).numel():
+            _check(source, key, whole, whole, part)
+        is_converted |= not part.numel()
+        num_missing[id(tensor)] -= whole.numel()
+    weights = {id(tensor): name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    if sum(num_missing[key] for key in weights) > (num_stored if is_converted else num_unnamed):
+        missing = sorted(name for key, name in weights.items() if num_missing[key] > 0)
+        raise ModelError(f"{source.path} lacks the weights {', '.join(missing[:3])}; download it again")
+    return not is_converted and not any(num_missing.values())
+
+
+def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: Tensor) -> None:
+    if window.shape != part.shape or whole.is_floating_point() != part.is_floating_point():
+        is_, should_be = (f"{[*x.shape]} of {'floats' if x.is_floating_point() else x.dtype}" for x in (whole, part))
+        raise ModelError(f"{source.path}: {key} is {is_}, and its config.json gives {should_be}; download both again")
 
 
 def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:

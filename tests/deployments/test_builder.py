@@ -303,7 +303,7 @@ def test_no_number_of_replicas_outgrows_the_room() -> None:
 
 
 def test_models_that_no_replica_could_load_are_refused_before_any_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusal(**arguments: Any) -> str:
         try:
@@ -321,7 +321,7 @@ def test_models_that_no_replica_could_load_are_refused_before_any_starts(
     (draft / "model.safetensors").write_bytes(b"")
     assert f"cannot read {draft / 'model.safetensors'}" in refusal(draft_model=str(draft))
     (target / "chat_template.jinja").write_text("{% if a %}")
-    assert f"cannot read the chat template of {target}: TemplateSyntaxError" in refusal()
+    assert "chat_template.jinja): TemplateSyntaxError: Unexpected end of template" in refusal()
     (target / "chat_template.jinja").write_text(
         "{% for a in b %}{% break %}{% endfor %}{% generation %}{% endgeneration %}"
     )
@@ -329,4 +329,3 @@ def test_models_that_no_replica_could_load_are_refused_before_any_starts(
     (target / "tokenizer.json").write_text("{")
     assert f"cannot read the tokenizer of {target}" in refusal()
     assert refusal(target_model="/of/another/node") == ""
-    assert "/of/another/node does not exist" in caplog.text

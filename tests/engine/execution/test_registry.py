@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import ModelError
+from engine.errors import ConfigError
 from engine.execution.cpu.cpu_backend import CpuBackend
 from engine.execution.registry import WRAPPER, make_backend, survey
 from tests.engine.tiny import backend_of, source_of
@@ -70,5 +70,5 @@ def test_every_backend_goes_through_the_function_that_the_environment_names(targ
 @pytest.mark.parametrize("name", ["wrap", ":wrap", "no.such.module:wrap", f"{__name__}:nothing"])
 def test_a_function_that_does_not_exist_is_named(name, target_path, monkeypatch):
     monkeypatch.setenv(WRAPPER, name)
-    with pytest.raises(ModelError, match=f"PACELINE_BACKEND is '{name}'; it must be module:function"):
+    with pytest.raises(ConfigError, match=f"PACELINE_BACKEND is '{name}', which cannot be imported"):
         backend_of(target_path)

@@ -140,7 +140,7 @@ def test_missing_unknown_and_misshapen_weights_are_refused_by_name(load):
         load(head_settings(), tensors | {f"{n}.weight": torch.ones(8) for n in ("g_proj", "layers.0.self_attn.q_norm")})
     with pytest.raises(ModelError, match=r"head lacks the weights layers.0.hidden_norm.weight"):
         load(head_settings(), {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name})
-    with pytest.raises(ModelError, match=r"lm_head.weight has the shape \[60, 32\], .* gives \[64, 32\]"):
+    with pytest.raises(ModelError, match=r"lm_head.weight is \[60, 32\] .* gives \[64, 32\]"):
         load(head_settings(), tensors | {"lm_head.weight": torch.ones(60, 32)})
     trained = {"verifier_lm_head.weight": torch.ones(2), "confidence_head.proj.bias": torch.ones(1)}
     load(head_settings(), tensors | trained)

@@ -173,7 +173,7 @@ def method_of(name: str) -> Method:
     made = import_named("drafting", name)
     if isinstance(made, Method):
         return made
-    if not isinstance(made, type) or not hasattr(made, "propose") or not hasattr(made, "release"):
+    if not isinstance(made, type) or not hasattr(made, "propose"):
         raise ConfigError(f"drafting is {name!r}, which is {made!r}; it must be a class of drafters or a Method")
 
     def make(config: EngineConfig, _: DraftModel | None) -> Drafter:

@@ -185,3 +185,5 @@ def test_a_gguf_file_of_impossible_counts_or_too_few_weights_is_refused(model):
 def test_a_file_in_place_of_a_directory_and_a_path_of_any_length_are_refused(model):
     assert "is a file; name the directory" in outcome(model / "config.json")
     assert "does not exist" in outcome("x" * 5000)
+    (model / "tokenizer_config.json").write_text('{"model_max_length": [1]}')
+    assert "tokenizer_config.json" in outcome(model)

@@ -9,6 +9,7 @@ cannot change a text: they split.
 import functools
 import hashlib
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ def cublas_agrees(
     else:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(str(agrees))
+            written = path.with_suffix(f".{os.getpid()}")  # ranks write at the same time, and may read meanwhile
+            written.write_text(str(agrees))
+            written.replace(path)
         except OSError as error:
             logger.warning("the next start compares our kernel with cuBLAS again: %s", error)
     return agrees

@@ -63,7 +63,7 @@ WAITS = {
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    monkeypatch.setattr(triton_attention, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(triton_attention, "NUM_PARTS", 2)
     monkeypatch.setattr(triton_attention, "MAX_SPLIT_LENGTH", 0)  # one kernel less to interpret
     monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
     with fake_gpu(monkeypatch) as gpu:
@@ -71,11 +71,11 @@ def gpu(monkeypatch):
 
 
 SHAPES = {
-    "no draft": [Shape(2, 1, 0, 2)],
-    "chain": [Shape(2, 3, 0, 2)],
-    "head": [Shape(2, 3, 0, 2)],
-    "tree": [Shape(2, 3, 4, 2)],
-    "running ahead": [Shape(2, 9, 4, 2), Shape(2, 3, 0, 2)],
+    "no draft": [Shape(2, 1, 0)],
+    "chain": [Shape(2, 3, 0)],
+    "head": [Shape(2, 3, 0)],
+    "tree": [Shape(2, 3, 4)],
+    "running ahead": [Shape(2, 9, 4), Shape(2, 3, 0)],
 }
 
 
@@ -102,7 +102,7 @@ def rounds(paths, make_grammars, params, drafter, *, gpu=None):
     engine = make_engine(target, drafting, grammars=make_grammars(), **settings)
 
     def chain(num_ranked):
-        return ChainShape(Shape(2, 3, 0, 2), 2, num_ranked, params == "top-p")
+        return ChainShape(Shape(2, 3, 0), 2, num_ranked, params == "top-p")
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cuda_backend, "shapes", lambda *_: SHAPES[drafter])
@@ -143,7 +143,7 @@ def test_texts_are_the_cpus_and_the_waits_of_a_round_are_known(case, paths, make
 
 
 def test_moved_entries_arrive_and_the_host_waits_for_nothing(gpu):
-    kv = KVTensors(KVShape(2, 1, 2, 2), 2, 16, torch.empty(0, device=DEVICE))
+    kv = KVTensors(KVShape(2, 1, 2), 2, 16, torch.empty(0, device=DEVICE))
     kv.keys[1][1, 5] = 3.0
     kv.move([21], [30])
     assert gpu.read_waits() == []

@@ -171,7 +171,7 @@ def test_attention_to_fp8_caches_is_that_to_the_numbers_they_hold(name):
 
 def test_more_chunks_than_programs_are_all_attended_to(monkeypatch):
     """70 chunks by two programs, for rows beside each other; sharp queries, so that every chunk counts for some."""
-    monkeypatch.setattr(paged_attention, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(paged_attention, "NUM_PARTS", 2)
     monkeypatch.setattr(paged_attention, "CHUNK", 32)
     kv = context(142, 1, 16)
     rows = [

@@ -30,6 +30,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from triton.runtime.errors import OutOfResources
 
 from engine.execution.cuda import cuda_backend
+from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.cuda_backend import CudaBackend, GraphedKV, make_cuda_backend
 from engine.execution.cuda.graphs import MAX_TOKENS, Graphs, prompt_shapes, shapes
 from engine.execution.cuda.kernels import triton_attention
@@ -154,6 +155,16 @@ def test_all_shapes_are_recorded_before_the_first_round(
     assert (kv.graphs, seen_kv.graphs) == (None, None)
     preparation.observe("compiled")
     assert preparation.counts["compiled"] == 1, "rounds may come now"
+
+
+def test_the_chains_of_all_drafters_are_recorded(target_path, uncompiled, quick, preparation):
+    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
+    kv = backend.allocate_kv(8, ENGINE.block_size)
+    for plan in ((2, 0), (2, 10), (2, 0)):  # those of a pool, one of which runs ahead
+        backend.plan_chains(*plan)
+    backend.warm_up()
+    chains = {shape for shape in kv.graphs._recorded if isinstance(shape, ChainShape)}
+    assert chains == {*chain_shapes(2, 2, 0), *chain_shapes(2, 2, 10)} != set()
 
 
 def test_a_warmed_up_backend_computes_with_graphs_what_an_eager_one_does(target_path, uncompiled, monkeypatch):

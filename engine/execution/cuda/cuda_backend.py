@@ -31,7 +31,6 @@ from engine.execution.cuda.graphs import (
     NUM_EXTRA,
     GraphRecorder,
     Graphs,
-    Recorder,
     prompt_shapes,
     shapes,
     table_width,
@@ -75,7 +74,7 @@ class CudaBackend(EagerBackend):
         *,
         invariant: bool = True,
         branches: Sequence[int] = (),
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """Choose how matrix products and noise are computed in this process.
 
@@ -119,8 +118,7 @@ class CudaBackend(EagerBackend):
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits, or a rank's slice of them."""
-        parts = [part for group in batch.paged.groups for part in _parts(group)]
-        groups = [_group_on(part, self.device) for part in parts]
+        groups = [part for group in batch.paged.groups for part in _parts_on(group, self.device)]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
@@ -280,26 +278,21 @@ def _kinds_of_passes(engine: EngineConfig, max_model_len: int, *, has_trees: boo
         yield [row(2), row(min(length, longest))]  # a prompt beside a chain
 
 
-def _parts(group: Group) -> Iterator[Group]:
-    """Yield a group's rows in parts of no more tokens than a graph has, which bounds the memory of attention."""
-    count = max(1, MAX_TOKENS // group.length)
-    tensors = {name: getattr(group, name) for name in ("blocks", "positions", "places", "limits", "extra")}
-    for first in range(0, group.rows, count):
-        part: dict[str, Any] = {
-            name: one if one is None else one[first : first + count] for name, one in tensors.items()
-        }
-        yield replace(group, start=group.start + first * group.length, rows=len(part["blocks"]), **part)
+def _parts_on(group: Group, device: torch.device) -> Iterator[Group]:
+    """Yield a group on the device, as graphs hold it, so that its passes need no kernels of their own.
 
-
-def _group_on(group: Group, device: torch.device) -> Group:
-    """Return a group on the device, as graphs hold it, so that its passes need no kernels of their own."""
-    tensors = (group.blocks, group.positions, group.places, group.limits)
-    blocks, positions, places, limits = (tensor.to(device, torch.int32, non_blocking=True) for tensor in tensors)
-    extra = group.extra
+    Its parts have no more tokens than a graph, which bounds the memory of attention.
+    """
+    names, extra = ("blocks", "positions", "places", "limits"), group.extra
+    tensors = {name: getattr(group, name).to(device, torch.int32, non_blocking=True) for name in names}
     if extra is not None:
         padded = next((count for count in NUM_EXTRA if count >= extra.shape[-1]), extra.shape[-1])
-        extra = F.pad(extra.to(torch.int32), (0, padded - extra.shape[-1]), value=-1).to(device, non_blocking=True)
-    return Group(group.start, group.rows, group.length, blocks, positions, places, limits, extra)
+        extra = F.pad(extra.to(torch.int32), (0, padded - extra.shape[-1]), value=-1)
+        tensors["extra"] = extra.to(device, non_blocking=True)
+    count = max(1, MAX_TOKENS // group.length)
+    for first in range(0, group.rows, count):
+        part = {name: tensor[first : first + count] for name, tensor in tensors.items()}
+        yield Group(group.start + first * group.length, len(part["blocks"]), group.length, **part)
 
 
 def _with_padding(group: Group) -> Group:

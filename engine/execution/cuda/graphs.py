@@ -9,7 +9,6 @@ long prompts are computed without one.
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,18 +41,6 @@ _COMMUNICATION_BYTES = 2**30
 logger = logging.getLogger(__name__)
 
 
-class Recorder(Protocol):
-    """Records computations, so that each can be launched at once."""
-
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that does on the device what `compute` does; it may raise OutOfMemoryError."""
-        ...
-
-    def close(self) -> None:
-        """Free all recordings, though somebody may still hold the functions that replay them."""
-        ...
-
-
 class GraphRecorder:
     """Records CUDA graphs, which share their memory."""
 
@@ -64,7 +51,7 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # one, because each keeps workspaces
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Return the replay of a graph; see `Recorder.record`."""
+        """Return a function that does on the device what `compute` does; it may raise OutOfMemoryError."""
         # The first pass compiles kernels, which cannot be done while a graph is recorded.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -78,7 +65,7 @@ class GraphRecorder:
         return graph.replay
 
     def close(self) -> None:
-        """Free the graphs: the traceback of an error holds the one that was replayed."""
+        """Free the graphs, though somebody may still hold the functions that replay them, as tracebacks do."""
         for graph in self._graphs:
             graph.reset()
 
@@ -90,7 +77,7 @@ class Graphs:
         self,
         model: CausalLM,
         kv: KVTensors,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         shapes: Sequence[Shape],
         width: int,
         agree: Callable[[bool], bool] = lambda ok: ok,

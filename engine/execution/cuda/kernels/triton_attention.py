@@ -138,17 +138,9 @@ def _bounds(
 
 
 @triton.jit
-def _parts_of(start, end, CHUNK: tl.constexpr, NUM_PARTS: tl.constexpr):
-    """Return the first chunk of a context's places, and the first and last of its parts, the end not included."""
-    num_chunks = tl.cdiv(end, CHUNK)
-    first_part = tl.where(num_chunks <= NUM_PARTS, start // CHUNK, 0)
-    return start // CHUNK, first_part, tl.minimum(num_chunks, NUM_PARTS)
-
-
-@triton.jit
-def _first_of_part(part, first_chunk, NUM_PARTS: tl.constexpr):
-    """Return a part's first chunk from `first_chunk` on."""
-    return first_chunk + (part + NUM_PARTS - first_chunk % NUM_PARTS) % NUM_PARTS
+def _first_chunk(part, start, NUM_PARTS: tl.constexpr):
+    """Return the first chunk of a part that is not before chunk `start`."""
+    return part + tl.cdiv(tl.maximum(start - part, 0), NUM_PARTS) * NUM_PARTS
 
 
 @triton.jit
@@ -208,57 +200,59 @@ def _attend_kernel(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, VALUE_PAD), tl.float32)
-    first_chunk, first_part, end_part = _parts_of(start, last, CHUNK, NUM_PARTS)
-    for part in range(first_part + tl.program_id(2), end_part, tl.num_programs(2)):
-        part_best = tl.full((ROWS,), float("-inf"), tl.float32)
-        part_total = tl.zeros((ROWS,), tl.float32)
-        part_sums = tl.zeros((ROWS, VALUE_PAD), tl.float32)
-        first_of_part = _first_of_part(part, first_chunk, NUM_PARTS)
-        for chunk in range(first_of_part, tl.cdiv(last, CHUNK), NUM_PARTS):
-            for place_start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, last), TILE):
-                place = place_start + tl.arange(0, TILE)
-                is_place = place < last
-                block = tl.load(blocks + row * blocks_row_stride + place // BLOCK_SIZE * blocks_stride, is_place, 0)
-                entry = (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv_head
-                key_entry = keys + entry[None, :] * KEY_DIM + key_column[:, None]
-                key = tl.load(key_entry, is_place[None, :] & is_key_column[:, None], 0)
-                if IS_FP8:
-                    key = widened(key, rows.dtype)
-                scores = tl.dot(rows, key, input_precision="ieee") * scale
-                if HAS_CAP:  # tanh
-                    scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
-                is_visible = place[None, :] < limit[:, None]
-                for i in tl.static_range(NUM_EXTRA):
-                    node = tl.load(extra + token * NUM_EXTRA + i, mask=is_token, other=-1).to(tl.int32)
-                    is_visible = is_visible | (place[None, :] == node[:, None])
-                if WINDOW + FIRST > 0:
-                    is_visible = is_visible & (place[None, :] >= first[:, None])
-                scores = tl.where(is_visible, scores, float("-inf"))
-                new_best = tl.maximum(part_best, tl.max(scores, 1))
-                shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-                weights = tl.exp2(scores - shift[:, None])
-                kept = tl.exp2(part_best - shift)
-                value_entry = values + entry[:, None] * VALUE_DIM + column[None, :]
-                value = tl.load(value_entry, is_place[:, None] & is_column[None, :], 0)
-                if IS_FP8:
-                    value = widened(value, rows.dtype)
-                # A product with ones sums in order of places; `tl.sum` would sum in an order that depends on the tile.
-                ones = tl.full((TILE, 16), 1.0, value.dtype)
-                tile_totals = tl.dot(weights.to(value.dtype), ones, input_precision="ieee")
-                tile_total = tl.max(tile_totals, 1)  # all columns are alike
-                part_total = tl.fma(part_total, kept, tile_total)
-                part_sums = tl.dot(weights.to(value.dtype), value, part_sums * kept[:, None], input_precision="ieee")
-                part_best = new_best
-        if IS_SPLIT:
-            if first_of_part < tl.cdiv(last, CHUNK):
+    num_chunks = tl.cdiv(last, CHUNK)
+    for part in range(tl.program_id(2), tl.minimum(num_chunks, NUM_PARTS), tl.num_programs(2)):
+        first_chunk = _first_chunk(part, start // CHUNK, NUM_PARTS)
+        if first_chunk < num_chunks:
+            part_best = tl.full((ROWS,), float("-inf"), tl.float32)
+            part_total = tl.zeros((ROWS,), tl.float32)
+            part_sums = tl.zeros((ROWS, VALUE_PAD), tl.float32)
+            for chunk in range(first_chunk, num_chunks, NUM_PARTS):
+                for place_start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, last), TILE):
+                    place = place_start + tl.arange(0, TILE)
+                    is_place = place < last
+                    block = tl.load(blocks + row * blocks_row_stride + place // BLOCK_SIZE * blocks_stride, is_place, 0)
+                    entry = (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv_head
+                    key_entry = keys + entry[None, :] * KEY_DIM + key_column[:, None]
+                    key = tl.load(key_entry, is_place[None, :] & is_key_column[:, None], 0)
+                    if IS_FP8:
+                        key = widened(key, rows.dtype)
+                    scores = tl.dot(rows, key, input_precision="ieee") * scale
+                    if HAS_CAP:  # tanh
+                        scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
+                    is_visible = place[None, :] < limit[:, None]
+                    for i in tl.static_range(NUM_EXTRA):
+                        node = tl.load(extra + token * NUM_EXTRA + i, mask=is_token, other=-1).to(tl.int32)
+                        is_visible = is_visible | (place[None, :] == node[:, None])
+                    if WINDOW + FIRST > 0:
+                        is_visible = is_visible & (place[None, :] >= first[:, None])
+                    scores = tl.where(is_visible, scores, float("-inf"))
+                    new_best = tl.maximum(part_best, tl.max(scores, 1))
+                    shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+                    weights = tl.exp2(scores - shift[:, None])
+                    kept = tl.exp2(part_best - shift)
+                    value_entry = values + entry[:, None] * VALUE_DIM + column[None, :]
+                    value = tl.load(value_entry, is_place[:, None] & is_column[None, :], 0)
+                    if IS_FP8:
+                        value = widened(value, rows.dtype)
+                    # A product with ones sums in order of places; the order of `tl.sum` depends on the tile.
+                    ones = tl.full((TILE, 16), 1.0, value.dtype)
+                    tile_totals = tl.dot(weights.to(value.dtype), ones, input_precision="ieee")
+                    tile_total = tl.max(tile_totals, 1)  # all columns are alike
+                    part_total = tl.fma(part_total, kept, tile_total)
+                    part_sums = tl.dot(
+                        weights.to(value.dtype), value, part_sums * kept[:, None], input_precision="ieee"
+                    )
+                    part_best = new_best
+            if IS_SPLIT:
                 entry = (token * HEADS + head) * num_parts + part
                 partial = partials + entry.to(tl.int64)[:, None] * VALUE_DIM + column[None, :]
                 tl.store(partial, part_sums, is_token[:, None] & is_column[None, :])
                 tl.store(stats + entry * 2, part_best, is_token)
                 tl.store(stats + entry * 2 + 1, part_total, is_token)
-        else:
-            best, total, kept, added = _merged(best, total, part_best, part_total)
-            sums = tl.fma(sums, tl.broadcast_to(kept[:, None], sums.shape), part_sums * added[:, None])
+            else:
+                best, total, kept, added = _merged(best, total, part_best, part_total)
+                sums = tl.fma(sums, tl.broadcast_to(kept[:, None], sums.shape), part_sums * added[:, None])
     if not IS_SPLIT:
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=is_token, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -284,15 +278,13 @@ def _merge_kernel(
     best = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     sums = tl.zeros((VALUE_PAD,), tl.float32)
-    first_chunk, first_part, end_part = _parts_of(first, end, CHUNK, NUM_PARTS)
-    for part in range(first_part, end_part):
-        is_stored = _first_of_part(part, first_chunk, NUM_PARTS) < tl.cdiv(end, CHUNK)
-        entry = (token * HEADS + head).to(tl.int64) * num_parts + part
-        part_best = tl.load(stats + entry * 2, is_stored, float("-inf"))
-        part_total = tl.load(stats + entry * 2 + 1, is_stored, 0.0)
-        part_sums = tl.load(partials + entry * VALUE_DIM + column, column < tl.where(is_stored, VALUE_DIM, 0), 0.0)
-        best, total, kept, added = _merged(best, total, part_best, part_total)
-        sums = tl.fma(sums, tl.broadcast_to(kept, sums.shape), part_sums * added)
+    num_chunks = tl.cdiv(end, CHUNK)
+    for part in range(tl.minimum(num_chunks, NUM_PARTS)):
+        if _first_chunk(part, first // CHUNK, NUM_PARTS) < num_chunks:
+            entry = (token * HEADS + head).to(tl.int64) * num_parts + part
+            part_sums = tl.load(partials + entry * VALUE_DIM + column, is_column, 0.0)
+            best, total, kept, added = _merged(best, total, tl.load(stats + entry * 2), tl.load(stats + entry * 2 + 1))
+            sums = tl.fma(sums, tl.broadcast_to(kept, sums.shape), part_sums * added)
     if HAS_SINKS:
         total, kept = _left_to_sink(best, total, tl.load(sinks + head).to(tl.float32) * 1.4426950408889634)
         sums *= kept

@@ -214,7 +214,7 @@ def test_every_kind_of_pass_is_warmed_up(monkeypatch):
 def test_trees_without_a_graph_have_no_kernels_of_their_own(target_path):
     rows, kv = [ForwardRow([5, 6, 7, 8], 0, [2], 4, [-1, -1, 1])], GraphedKV(KVShape(1, 1, 1, 1), 3, 16, torch.empty(0))
     (group,) = build(rows, kv).paged.groups
-    moved = cuda_backend._group_on(group, torch.device("cpu"))
+    (moved,) = cuda_backend._parts_on(group, torch.device("cpu"))
     assert {tensor.dtype for tensor in (moved.blocks, moved.positions, moved.limits, moved.extra)} == {torch.int32}
     assert torch.equal(moved.extra[..., :2], group.extra)
     assert moved.extra[..., 2:].unique().tolist() == [-1]

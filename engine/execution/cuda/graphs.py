@@ -108,7 +108,7 @@ class Graphs:
     def run(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput | None:
         """Compute a batch with a graph; None if it has none."""
         shape = choose_shape(batch, self._lengths)
-        if shape not in self._recorded or not self._fits(batch):
+        if shape is None or shape not in self._recorded or not self._fits(batch, shape):
             return None
         static, replay = self._recorded[shape]
         static.fill(batch, draws)
@@ -118,7 +118,7 @@ class Graphs:
     def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
         """Draw a chain with a graph; None if it has none."""
         shape = chain_shape(chain)
-        if shape not in self._recorded or not self._fits(chain.first):
+        if shape is None or shape not in self._recorded or not self._fits(chain.first, shape.first):
             return None
         static, replay = self._recorded[shape]
         assert isinstance(static, ChainPass)
@@ -126,9 +126,15 @@ class Graphs:
         replay()
         return static.drawn(chain)
 
-    def _fits(self, batch: ForwardBatch) -> bool:
-        width = max(group.blocks.shape[1] for group in batch.paged.groups)
-        return width <= self._width and len(batch.logit_indices) <= len(self._outputs.tokens)
+    def _fits(self, batch: ForwardBatch, shape: Shape) -> bool:
+        """Return whether a shape has room for a batch's tables, logits and, if tokens see their whole row, rows."""
+        groups, head = batch.paged.groups, self._model.head
+        sees_row = head is not None and head is self._model.module and head.drafts_blocks
+        is_cut = any(group.length > shape.length for group in groups)
+        width = max(group.blocks.shape[1] for group in groups)
+        return (
+            width <= self._width and len(batch.logit_indices) <= len(self._outputs.tokens) and not (sees_row and is_cut)
+        )
 
     @torch.inference_mode()
     def record(self, shape: Shape | ChainShape) -> None:

@@ -14,11 +14,15 @@ from engine.drafting.registry import METHODS
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.execution.kv_tensors import KVTensors
+from engine.heads.head import head_model
+from engine.heads.tapped import with_head
 from engine.models.first_layers import first_layers
 from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.reducer import is_alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+from tests.engine.heads.test_dflash import block_config
+from tests.engine.heads.tiny_heads import random_head
 from tests.engine.tiny import model_of
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -250,6 +254,15 @@ def test_what_exceeds_tables_or_outputs_has_no_graph(target_path, preparation, q
     for length, start, num_logits, has_graph in ((5, 20, 5, True), (5, 20, 6, False), (5, 60, 1, False)):
         batch = [ForwardRow([3] * (length + num_logits // 6), start, [1] * 5, num_logits)] * 2
         assert (graphs.run(build(batch, graphs._kv), None) is not None) == has_graph, (start, num_logits)
+
+
+def test_rows_of_blocks_are_never_cut(target_path):
+    """Their tokens see their whole row, which the target's do not, though it feeds the head."""
+    target = model_of(target_path)
+    target = with_head(target, random_head(target, block_config(["sliding_attention", "full_attention"])))
+    for model, length, fits in ((target, 9, True), (head_model(target), 3, True), (head_model(target), 9, False)):
+        graphs = Graphs(model, KV, CallRecorder(), [Shape(8, 3, 0)], 4)
+        assert graphs._fits(build(rows(1, length), KV), Shape(8, 3, 0)) == fits
 
 
 @torch.inference_mode()

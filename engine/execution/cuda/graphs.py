@@ -129,7 +129,7 @@ class Graphs:
     def _fits(self, batch: ForwardBatch, shape: Shape) -> bool:
         """Return whether a shape has room for a batch's tables, logits and, if tokens see their whole row, rows."""
         groups, head = batch.paged.groups, self._model.head
-        sees_row = head is not None and head is self._model.module and head.drafts_blocks
+        sees_row = head is not None and isinstance(head, type(self._model.module)) and head.drafts_blocks
         is_cut = any(group.length > shape.length for group in groups)
         width = max(group.blocks.shape[1] for group in groups)
         return (

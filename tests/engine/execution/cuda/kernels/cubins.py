@@ -155,7 +155,7 @@ def main():
                     table[f"sm_{cc} {kernel} {model} {'fp8' if is_fp8 else 'bf16'} length {length}"] = numbers
         for key, arguments, options in others_of(cc) if is_whole else ():
             table[f"sm_{cc} {key}"] = compiled(*arguments, **options)
-        forms = [(5, "bf16", False), (512, "bf16", False), (512, "bf16", True)]
+        forms = [(5, "bf16", False), (512, "bf16", False)]
         forms += [(512, "fp32", False)] if cc == min(SHARED_BYTES, key=SHARED_BYTES.__getitem__) else []
         for heads, (length, dtype, is_fp8) in itertools.product(SIZES if is_whole else (), forms):
             _, numbers = next(attention_of(cc, heads, length, dtype, is_fp8=is_fp8))

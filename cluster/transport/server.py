@@ -34,7 +34,6 @@ _SEND_S = 10.0
 _HANDSHAKE_S = 5.0
 _MAX_HANDSHAKES = 64
 _PAUSE_AFTER_ERROR_S = 0.01
-_IDLE_S = 1.0
 _Answer = Callable[[AnyRequest], AnyReply | None]
 _Work = Callable[[], bool]
 
@@ -68,23 +67,21 @@ class Server:
         self._payloads: deque[bytes] = deque()
         self._is_closing = threading.Event()
 
-    def serve(self, answer: _Answer, work: _Work = lambda: False, idle: _Work = lambda: False) -> None:
+    def serve(self, answer: _Answer, work: _Work = lambda: False) -> None:
         """Answer requests in their order until `close` is called from another thread; an answer of None is not sent.
 
-        `work` is called repeatedly while no request waits, for as long as it returns True; so is `idle`, once none has
-        come for a second. Malformed messages and late replies are dropped. An exception of `answer`, `work` or `idle`
-        ends serving and closes the connection, so the client learns of it at once.
+        `work` is called repeatedly while no request waits, for as long as it returns True. Malformed messages and late
+        replies are dropped. An exception of `answer` or `work` ends serving and closes the connection, so the client
+        learns of it at once.
         """
-        is_working = may_idle = False
+        is_working = False
         try:
             while not self._is_closing.is_set():
-                if self._has_message(0 if is_working else _IDLE_S if may_idle else None):
+                if self._has_message(0 if is_working else None):
                     self._answer_one(answer)
-                    is_working = may_idle = True
+                    is_working = True
                 elif is_working:
                     is_working = work()
-                elif may_idle:
-                    may_idle = idle()
         finally:
             self.stop()
 

@@ -151,7 +151,7 @@ class DraftWorker(Worker):
         """Answer proposals until the worker ends."""
         assert self._backend is not None, "load comes first"
         self._backend.enter_thread()
-        self._server.serve(self._responder.answer, self._responder.work, self._backend.idle)
+        self._server.serve(self._responder.answer, self._responder.work)
 
 
 class TargetWorker(Worker):
@@ -209,6 +209,6 @@ class TargetWorker(Worker):
         assert self._backend is not None, "load comes first"
         self._backend.enter_thread()
         try:
-            self._server.serve(self._responder.answer, self._responder.work, self._backend.idle)
+            self._server.serve(self._responder.answer, self._responder.work)
         finally:
             self._backend.close()

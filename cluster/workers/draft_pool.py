@@ -98,6 +98,7 @@ class DraftPool:
         self._draft, self._engine, self._make = replace(draft, cache=self.cache), engine, method.make
         self._drafter: Drafter = method.make(engine, replace(self._draft, run_ahead=False))
         """Drafts for all groups, but for rounds that run ahead."""
+        self._make(engine, self._draft)  # plans the chains of leases that run ahead, which the warm-up then prepares
         self.num_proposals = self.num_batches = 0
         self._clock = clock
         self._leases: dict[int, DraftResponder] = {}

@@ -168,7 +168,7 @@ class PoolWorker:
     def serve(self) -> None:
         """Answer proposals until `close`; an error that ends it is raised, and ends all leases."""
         self._backend.enter_thread()
-        is_working = may_idle = False
+        is_working = False
         with selectors.DefaultSelector() as selector:
             try:
                 while not self._is_closing.is_set():
@@ -180,10 +180,8 @@ class PoolWorker:
                             client.heard = started
                             self._pool.submit(client.version, request, client.server.send)
                     if events or is_working:
-                        is_working, may_idle = self._pool.step(), True
+                        is_working = self._pool.step()
                         self._note_use(started)
-                    elif may_idle:
-                        may_idle = self._backend.idle()
                     self._working_since = None
             finally:
                 self.close()

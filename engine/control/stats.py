@@ -79,16 +79,16 @@ class RunAheadStats:
 class Preparation:
     """Counts work that no round should wait for; 0 is wanted of each kind.
 
-    `compiled`: layers and kernels, by a round. `recorded`: graphs, by a round. `not_recorded`: graphs that could not
-    be recorded. `eager`: models that could not be compiled.
+    `compiled`: layers and kernels, by a round. `not_recorded`: graphs that could not be recorded. `eager`: models that
+    could not be compiled.
     """
 
     def __init__(self) -> None:
-        self.counts = Counter(compiled=0, recorded=0, not_recorded=0, eager=0)
+        self.counts = Counter(compiled=0, not_recorded=0, eager=0)
         self._is_expected = True  # until the first model is warmed up
 
     def observe(self, kind: str) -> None:
-        """Count something that is compiled or recorded, unless that is `expected` now."""
+        """Count something that is compiled, unless that is `expected` now."""
         if not self._is_expected:
             self.counts[kind] += 1
 

@@ -123,15 +123,11 @@ class Backend(Protocol):
         ...
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Start preparing faster passes; call this once all models and KV caches are allocated.
+        """Start preparing faster passes; call this once all models and KV caches are allocated, and all chains planned.
 
         Args:
             compile_missing: whether to compile missing packages in the background.
         """
-        ...
-
-    def idle(self) -> bool:
-        """Prepare a little more for passes that came unprepared, while no request waits; return whether to go on."""
         ...
 
     def enter_thread(self) -> None:

@@ -93,10 +93,6 @@ class EagerBackend:
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Do nothing: eager passes need no preparation."""
 
-    def idle(self) -> bool:
-        """Do nothing, as above."""
-        return False
-
     def enter_thread(self) -> None:
         """Make this thread ready to run passes: each thread of a process has a current GPU of its own."""
         if self.device.type == "cuda":

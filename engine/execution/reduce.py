@@ -84,17 +84,22 @@ class SymmetricReducer(RankOrderReducer):
     def prepare(self, max_tokens: int, width: int) -> None:
         """Allocate the buffer, and use it if all ranks can and its sums of random parts are those in rank order."""
         super().prepare(max_tokens, width)
-        name, problem = self._group.group_name, ""
-        try:  # no rank may wait for another that has not come this far
-            self._buffer = symm_mem.empty(max_tokens * width, dtype=torch.float32, device=self._device)
+        problem, size = "", max_tokens * width
+        # No rank may wait for another that has failed: neither to meet it, nor for its part of a sum.
+        try:
+            buffer = symm_mem.empty(size, dtype=torch.float32, device=self._device)
+            generator = torch.Generator(self._device).manual_seed(self.rank)
+            parts = torch.randn(size, generator=generator, device=self._device)
         except RuntimeError as error:
             problem = str(error)
         if self.agree(not problem):
-            assert self._buffer is not None
             try:
-                symm_mem.rendezvous(self._buffer, name)
-                generator = torch.Generator(self._device).manual_seed(self.rank)
-                parts = torch.randn(max_tokens * width, generator=generator, device=self._device)
+                symm_mem.rendezvous(buffer, self._group.group_name)
+            except (RuntimeError, AttributeError) as error:
+                problem = str(error)
+        if self.agree(not problem):
+            self._buffer = buffer
+            try:
                 for part in (parts[: ONE_SHOT_BYTES // 4], parts):
                     if not torch.equal(self.sum(part), super().sum(part)):
                         problem = "sums are not in rank order"

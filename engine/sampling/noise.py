@@ -42,6 +42,10 @@ class Draws:
     keys: Tensor
     rows: Tensor
 
+    def to(self, device: torch.device) -> "Draws":
+        """Return these on a device."""
+        return Draws(*(one.to(device, non_blocking=True) for one in (self.temperatures, self.keys, self.rows)))
+
     def row_keys(self) -> Tensor:
         """Return every row's key, [n, 2] int32; a greedy row's means nothing."""
         return self.keys[(self.rows - 1).clamp(min=0)] if len(self.keys) else self.keys.new_zeros(len(self.rows), 2)

@@ -167,5 +167,5 @@ def _seconds(verifier: RemoteVerifier, drafter: RemoteDrafter) -> tuple[float, .
 
 
 def _preparations() -> dict[str, int]:
-    """Return how many graphs were recorded and layers compiled in rounds, where the engine counts them."""
+    """Return how many layers and kernels were compiled in rounds, where the engine counts them."""
     return dict(getattr(getattr(stats, "PREPARATION", None), "counts", {}))

@@ -57,8 +57,7 @@ class TranslatedBackend:
     def __init__(self, backend: Backend, info: Any, reads: Tensor, shared: Tensor) -> None:
         self.info = info
         self._backend = backend
-        self._reads, self._shared = reads, shared.to(backend.device)
-        self._sources = reads[shared].to(backend.device)
+        self._reads, self._shared, self._sources = (one.to(backend.device) for one in (reads, shared, reads[shared]))
 
     def __getattr__(self, name: str) -> Any:
         """Return whatever does not depend on token ids."""
@@ -70,9 +69,9 @@ class TranslatedBackend:
 
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         """Launch a pass; see `Backend.run`."""
-        self._reads = self._reads.to(batch.token_ids.device)
-        output = self._backend.run(replace(batch, token_ids=self._reads[batch.token_ids], needs_logits=True))
+        token_ids = self._reads[batch.token_ids.to(self.device, non_blocking=True)]
+        output = self._backend.run(replace(batch, token_ids=token_ids, needs_logits=True))
         logits = output.logits.new_full((len(output.logits), self.info.vocab_size), _NEVER)
         logits[:, self._shared] = output.logits[:, self._sources]
-        scores = logits if draws is None else noise.noised_logits(logits, draws)
+        scores = logits if draws is None else noise.noised_logits(logits, draws.to(self.device))
         return PassOutput(logits, scores, scores.argmax(-1))

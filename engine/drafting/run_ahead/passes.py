@@ -194,7 +194,7 @@ class PassesAhead(ABC):
     def note_launch(self, started: float, num_prepared: int) -> None:
         """Note that the next pass was launched, after `started`, when so many kernels had been prepared."""
         self._next_pass = None
-        # What is compiled or recorded once says nothing about the next pass.
+        # What is compiled once says nothing about the next pass.
         self._launched = started if PREPARATION.counts.total() == num_prepared else None
         self._num_passes += 1
         self.stats.num_forwards += 1

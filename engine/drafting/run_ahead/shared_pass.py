@@ -93,8 +93,10 @@ def _joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:
         limits=torch.cat([group.limits for group in groups]),
         extra=_stacked(extra) if extra else None,
     )
-    tokens = torch.cat([batch.token_ids for batch in batches])
-    return ForwardBatch(tokens, torch.cat(indices), PagedContext(batches[0].paged.kv, [group]))
+    kv = batches[0].paged.kv
+    # Those of a drafter's first pass are on the host, those of later ones where they were drawn.
+    tokens = torch.cat([batch.token_ids.to(kv.keys[0].device, non_blocking=True) for batch in batches])
+    return ForwardBatch(tokens, torch.cat(indices), PagedContext(kv, [group]))
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:

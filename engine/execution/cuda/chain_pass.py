@@ -6,7 +6,6 @@ are applied by `row_shaping`. A grammar's masks come from the host, after it has
 a grammar cannot be one recording: it is drawn pass by pass.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,13 +15,13 @@ from engine.execution.attention import Group
 from engine.execution.backend import ChainBatch, RankedTokens
 from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.kernels import draw_kernel
-from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass, scores_of
+from engine.execution.cuda.static_pass import ROWS, Outputs, Shape, StaticPass, scores_of, steps_up_to
 from engine.execution.kv_tensors import KVTensors, slots_of
 from engine.models.causal_lm import CausalLM, forward
 from engine.sampling.row_shaping import MAX_BIASED, RowShaping, shaped
 
-LENGTHS = (3, 9)
-"""Tokens of a row that the first pass computes: few sizes, because each needs a recording per number of passes."""
+FIRST_LENGTH = 3
+"""Tokens of a row that the first pass computes, at most; where a row lacks more, a chain is drawn pass by pass."""
 STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Passes of a chain; what a shorter chain draws beyond its end is dropped."""
 
@@ -42,33 +41,31 @@ class ChainShape(NamedTuple):
     is_shaped: bool = False
 
 
-def chain_shape(chain: ChainBatch, first: Shape | None) -> ChainShape | None:
-    """Return the smallest shape that holds a chain, whose first pass has a shape; None if there is none."""
-    if first is None or chain.first.paged.groups[0].rows != len(chain.lengths) or first.length > LENGTHS[-1]:
+def chain_shape(chain: ChainBatch) -> ChainShape | None:
+    """Return the smallest shape that holds a chain; None if there is none."""
+    group, *others = chain.first.paged.groups
+    rows = next((rows for rows in ROWS[1:] if rows >= group.rows), None)
+    if rows is None or others or group.rows != len(chain.lengths) or group.length > FIRST_LENGTH:
         return None
     steps = next(steps for steps in STEPS if steps >= len(chain.draws))
-    length = next(length for length in LENGTHS if length >= first.length)
-    first = Shape(max(2, first.rows), length, 0, first.width)
-    return ChainShape(first, steps, chain.num_ranked, chain.shaping is not None)
+    return ChainShape(Shape(rows, FIRST_LENGTH, 0), steps, chain.num_ranked, chain.shaping is not None)
 
 
-def chain_shapes(passes: Sequence[Shape], num_steps: int, num_ranked: int) -> list[ChainShape]:
-    """Return the shapes of chains of up to `num_steps` tokens to record in advance: those of the shortest contexts."""
-    width = min(shape.width for shape in passes)
-    rows = {max(2, shape.rows) for shape in passes}
-    steps = [steps for last, steps in zip((1, *STEPS), STEPS, strict=False) if last < num_steps]
+def chain_shapes(max_rows: int, num_steps: int, num_ranked: int) -> list[ChainShape]:
+    """Return the shapes of chains of up to `num_steps` tokens, the largest first."""
     return [
-        ChainShape(Shape(count, LENGTHS[0], 0, width), num_passes, num_ranked, is_shaped)
-        for count in sorted(rows, reverse=True)
-        for num_passes in steps
+        ChainShape(Shape(rows, FIRST_LENGTH, 0), steps, num_ranked, is_shaped)
+        for rows in reversed(steps_up_to(max_rows, ROWS[1:]))
+        for steps in steps_up_to(num_steps, STEPS)
         for is_shaped in (False, True)
+        if num_steps > 1
     ]
 
 
 class ChainPass(StaticPass):
     """The passes of a chain of one shape. `fill_chain`, then `compute` or a recording of it, then `drawn`."""
 
-    def __init__(self, model: CausalLM, kv: KVTensors, shape: ChainShape, outputs: Outputs) -> None:
+    def __init__(self, model: CausalLM, kv: KVTensors, width: int, shape: ChainShape, outputs: Outputs) -> None:
         """Allocate the inputs and the chain's own outputs; see `StaticPass`."""
         rows, num_later = shape.first.rows, shape.steps - 1
         sizes = {"later_keys": 2 * num_later * rows, "lengths": rows}
@@ -77,7 +74,7 @@ class ChainPass(StaticPass):
         more = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
         if shape.is_shaped:  # rows without a request are shaped, too
             more["numbers"] = torch.ones(7 * rows).view(torch.int32)
-        super().__init__(model, kv, shape.first, outputs, more)
+        super().__init__(model, kv, width, shape.first, outputs, more)
         self.chain_shape = shape
         # How often each token was drawn: rows of logits that no chain uses, because its first pass has more tokens.
         self._counts = outputs.logits[-rows:].view(torch.int32)
@@ -109,7 +106,7 @@ class ChainPass(StaticPass):
         places = (self._device["lengths"] + self._later).long()  # [steps - 1, rows]
         slots = slots_of(group.blocks.long(), places.T, kv.block_size).T.contiguous()
         positions = places.clamp(max=self._model.info.max_model_len - 1)
-        limits = (places + 1).clamp(max=self.shape.width * kv.block_size)
+        limits = (places + 1).clamp(max=group.blocks.shape[1] * kv.block_size)
         later_keys = self._device["later_keys"].view(-1, rows, 2)
         for step, tokens in enumerate(self._tokens[:-1]):
             position, place, limit = (one[step].view(rows, 1) for one in (positions, slots, limits))

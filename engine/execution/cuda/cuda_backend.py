@@ -26,9 +26,17 @@ from engine.execution.backend import ChainBatch, Part, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
-from engine.execution.cuda.graphs import NUM_EXTRA, GraphRecorder, Graphs, Recorder, shapes
+from engine.execution.cuda.graphs import (
+    MAX_TOKENS,
+    NUM_EXTRA,
+    GraphRecorder,
+    Graphs,
+    prompt_shapes,
+    shapes,
+    table_width,
+)
 from engine.execution.cuda.kernels import draw_kernel
-from engine.execution.cuda.kernels.triton_attention import CHUNK, MAX_SPLIT_LENGTH
+from engine.execution.cuda.kernels.triton_attention import MAX_DIM, MAX_SPLIT_LENGTH
 from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
 from engine.execution.cuda.static_pass import Shape
 from engine.execution.eager import EagerBackend
@@ -37,9 +45,6 @@ from engine.models.causal_lm import CausalLM, forward
 from engine.models.layers.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
-
-_MAX_CHUNKS = 1 << 16
-"""Chunks of all tokens whose results attention keeps at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +74,7 @@ class CudaBackend(EagerBackend):
         *,
         invariant: bool = True,
         branches: Sequence[int] = (),
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """Choose how matrix products and noise are computed in this process.
 
@@ -87,7 +92,7 @@ class CudaBackend(EagerBackend):
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()
         self._beside: list[CudaBackend] = []
         self._progress: CompileProgress | None = None
-        self._chains = 0, 0
+        self._chains: set[tuple[int, int]] = set()
         super().__init__(model)
 
     @torch.inference_mode()
@@ -97,11 +102,11 @@ class CudaBackend(EagerBackend):
         assert isinstance(kv, GraphedKV)
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
             return self.gathered(batch, output)
-        return super().run(batch, draws and _draws_on(draws, self.device))
+        return super().run(batch, draws and draws.to(self.device))
 
     def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
         """Record chains at warm-up; see `Backend.plan_chains`."""
-        self._chains = num_steps, num_ranked
+        self._chains.add((num_steps, num_ranked))
         return self._config.compile != "off"
 
     @torch.inference_mode()
@@ -113,8 +118,7 @@ class CudaBackend(EagerBackend):
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits, or a rank's slice of them."""
-        parts = [part for group in batch.paged.groups for part in _parts(group, batch.paged.kv.block_size)]
-        groups = [_group_on(part, self.device) for part in parts]
+        groups = [part for group in batch.paged.groups for part in _parts_on(group, self.device)]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
@@ -150,23 +154,17 @@ class CudaBackend(EagerBackend):
         return [self._progress] if self._progress else []
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Compile the layers and every kernel, and record the graphs of all KV caches; this takes up to a minute."""
-        if self._config.compile == "off":
-            return
+        """Compile the layers and every kernel, and record the graphs of all KV caches; this takes up to a minute.
+
+        Raises:
+            ModelError: passes fail on this GPU even if layers are not compiled.
+        """
         with PREPARATION.expected():
             if self.reducer is not None and not self._is_compiled:  # once, because graphs keep its buffers' addresses
-                most = max(self._engine.max_num_batched_tokens, *(shape.tokens for shape in self._shapes))
+                most = max(self._engine.max_num_batched_tokens, MAX_TOKENS)
                 self.reducer.prepare(most, self.model.config.get_text_config().hidden_size)
             for backend in (self, *self._beside):
                 backend._warm_up()
-
-    def idle(self) -> bool:
-        """Record a graph that passes did without; see `Backend.idle`."""
-        if self.reducer is not None:  # ranks would not do so at the same time
-            return False
-        with PREPARATION.expected():
-            caches = [kv for backend in (self, *self._beside) for kv in backend._caches]
-            return any(kv.graphs.record_wanted() for kv in caches if kv.graphs is not None)
 
     def close(self) -> None:
         """Free the graphs, then leave the other ranks: a communicator cannot end while a graph holds it."""
@@ -179,33 +177,37 @@ class CudaBackend(EagerBackend):
     def _agree(self, ok: bool) -> bool:
         return ok if self.reducer is None else self.reducer.agree(ok)
 
-    @property
-    def _shapes(self) -> list[Shape]:
-        return shapes(self._engine, self.info.max_model_len, self._engine.block_size, self._branches)
-
     def _warm_up(self) -> None:
-        new, every = [kv for kv in self._caches if kv.graphs is None], self._shapes
-        is_ready, reason = True, "another rank cannot run compiled passes"
-        try:
-            self._compile()
-            for kv in new:
-                recorder = self._recorder or GraphRecorder(self.device)
-                kv.graphs = Graphs(self.model, kv, recorder, every, self._agree)
-        except (ModelError, RuntimeError, TritonError) as error:
-            is_ready, reason = False, str(error)
-        if self._agree(is_ready):
-            self._record(
-                [*every, *chain_shapes(every, *self._chains)], [kv.graphs for kv in new if kv.graphs is not None]
+        new, every = [kv for kv in self._caches if kv.graphs is None], shapes(self._engine, self._branches)
+        width = table_width(self._engine, self.info.max_model_len)
+        if self._config.compile != "off":
+            is_ready, reason = True, "another rank cannot run compiled passes"
+            try:
+                self._compile()
+                for kv in new:
+                    recorder = self._recorder or GraphRecorder(self.device)
+                    kv.graphs = Graphs(self.model, kv, recorder, every, width, self._agree)
+            except (ModelError, RuntimeError, TritonError) as error:
+                is_ready, reason = False, str(error)
+            if self._agree(is_ready):
+                chains = [one for plan in self._chains for one in chain_shapes(self._engine.max_num_seqs, *plan)]
+                self._record([*prompt_shapes(every), *every, *chains], [kv.graphs for kv in new if kv.graphs])
+                return
+            uncompile_layers(self.model.module)
+            self._is_compiled = False
+            for kv in self._caches:
+                kv.graphs = None
+            PREPARATION.counts["eager"] += 1
+            logger.warning(
+                "%s runs uncompiled; texts may differ from those of compiled passes: %s", self.info.name, reason
             )
-            return
-        uncompile_layers(self.model.module)
-        self._is_compiled = False
-        for kv in self._caches:
-            kv.graphs = None
-        PREPARATION.counts["eager"] += 1
-        logger.warning("%s runs eagerly; texts may differ from those of compiled passes: %s", self.info.name, reason)
+        try:
+            self._run_every_kind()
+        except (RuntimeError, TritonError) as error:
+            raise ModelError(
+                f"{self.info.name} cannot be served on {self.device}, where a pass fails: {error}"
+            ) from error
 
-    @torch.inference_mode()
     def _compile(self) -> None:
         """Compile the layers, and by a pass of each kind every kernel of passes without a graph."""
         if self._is_compiled:
@@ -213,6 +215,13 @@ class CudaBackend(EagerBackend):
         started = time.monotonic()
         logger.info("%s: compiling layers", self.info.name)
         compile_layers(self.model.module)
+        self._run_every_kind()
+        self._is_compiled = True
+        logger.info("%s: layers compiled in %.1f s", self.info.name, time.monotonic() - started)
+
+    @torch.inference_mode()
+    def _run_every_kind(self) -> None:
+        """Run a pass of each kind without a graph."""
         kv = next(iter(self._caches), None) or super().allocate_kv(1, self._engine.block_size)
         with alone():
             for rows in _kinds_of_passes(self._engine, self.info.max_model_len, has_trees=bool(self._branches)):
@@ -220,10 +229,8 @@ class CudaBackend(EagerBackend):
                 count = range(len(batch.logit_indices))
                 keys = noise.keys(count, count, noise.TARGET_STREAM, kv.input_device)
                 draws = Draws(torch.ones(len(count), 1), keys, torch.arange(1, 1 + len(count)))
-                super().run(batch, _draws_on(draws, self.device))
+                super().run(batch, draws.to(self.device))
         self.wait()
-        self._is_compiled = True
-        logger.info("%s: layers compiled in %.1f s", self.info.name, time.monotonic() - started)
 
     def _record(self, every: Sequence[Shape | ChainShape], all_graphs: Sequence[Graphs]) -> None:
         started, steps = time.monotonic(), list(itertools.product(all_graphs, every))
@@ -243,6 +250,8 @@ def make_cuda_backend(
     reason = model.why_eager(model.config)
     if reason is None and model.kv_shape.value_dim == 0:
         reason = "its latents are too wide for the kernel that attends"
+    if reason is None and model.kv_shape.key_dim > MAX_DIM:
+        reason = f"its heads of {model.kv_shape.key_dim} are too wide for the kernel that attends"
     if reason is None:
         backend: EagerBackend = CudaBackend(model, config, engine, invariant=invariant, branches=branches)
     else:
@@ -269,27 +278,21 @@ def _kinds_of_passes(engine: EngineConfig, max_model_len: int, *, has_trees: boo
         yield [row(2), row(min(length, longest))]  # a prompt beside a chain
 
 
-def _parts(group: Group, block_size: int) -> Iterator[Group]:
-    """Yield a group's rows in parts: one long context beside many short ones would fill the memory with results."""
-    num_chunks = group.length * -(-group.blocks.shape[1] * block_size // CHUNK)
-    count = group.rows if group.length > MAX_SPLIT_LENGTH else max(1, _MAX_CHUNKS // num_chunks)
-    tensors = {name: getattr(group, name) for name in ("blocks", "positions", "places", "limits", "extra")}
-    for first in range(0, group.rows, count):
-        part: dict[str, Any] = {
-            name: one if one is None else one[first : first + count] for name, one in tensors.items()
-        }
-        yield replace(group, start=group.start + first * group.length, rows=len(part["blocks"]), **part)
+def _parts_on(group: Group, device: torch.device) -> Iterator[Group]:
+    """Yield a group on the device, as graphs hold it, so that its passes need no kernels of their own.
 
-
-def _group_on(group: Group, device: torch.device) -> Group:
-    """Return a group on the device, as graphs hold it, so that its passes need no kernels of their own."""
-    tensors = (group.blocks, group.positions, group.places, group.limits)
-    blocks, positions, places, limits = (tensor.to(device, torch.int32, non_blocking=True) for tensor in tensors)
-    extra = group.extra
+    Its parts have no more tokens than a graph, which bounds the memory of attention.
+    """
+    names, extra = ("blocks", "positions", "places", "limits"), group.extra
+    tensors = {name: getattr(group, name).to(device, torch.int32, non_blocking=True) for name in names}
     if extra is not None:
         padded = next((count for count in NUM_EXTRA if count >= extra.shape[-1]), extra.shape[-1])
-        extra = F.pad(extra.to(torch.int32), (0, padded - extra.shape[-1]), value=-1).to(device, non_blocking=True)
-    return Group(group.start, group.rows, group.length, blocks, positions, places, limits, extra)
+        extra = F.pad(extra.to(torch.int32), (0, padded - extra.shape[-1]), value=-1)
+        tensors["extra"] = extra.to(device, non_blocking=True)
+    count = max(1, MAX_TOKENS // group.length)
+    for first in range(0, group.rows, count):
+        part = {name: tensor[first : first + count] for name, tensor in tensors.items()}
+        yield Group(group.start + first * group.length, len(part["blocks"]), group.length, **part)
 
 
 def _with_padding(group: Group) -> Group:
@@ -299,8 +302,3 @@ def _with_padding(group: Group) -> Group:
         for tensor, filler in ((group.positions, 0), (group.places, -1), (group.limits, 1))
     )
     return replace(group, length=2, positions=positions, places=places, limits=limits)
-
-
-def _draws_on(draws: Draws, device: torch.device) -> Draws:
-    tensors = (draws.temperatures, draws.keys, draws.rows)
-    return Draws(*(tensor.to(device, non_blocking=True) for tensor in tensors))

@@ -1,14 +1,14 @@
 """Graphs: records a model's decoding passes as CUDA graphs, one for each shape, and runs batches on them.
 
 A graph launches a whole pass at once; one by one, an 8B model's kernels take the host four times as long to launch as
-the device to compute. The shapes of a configuration are recorded before it serves. A pass of any other shape runs
-without a graph; where there is one rank, its shape is recorded when no request waits.
+the device to compute. All shapes of a configuration are recorded before it serves: every batch of at most `MAX_TOKENS`
+tokens has a graph, and so has a short prompt, alone or beside chains, whose tokens become several rows of a graph. Only
+long prompts are computed without one.
 """
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,43 +18,27 @@ from triton import TritonError  # type: ignore[import-untyped]
 from engine.config import EngineConfig
 from engine.control.stats import PREPARATION
 from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
-from engine.execution.batch import ForwardBatch
+from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch
 from engine.execution.cuda.chain_pass import ChainPass, ChainShape, chain_shape
-from engine.execution.cuda.kernels.triton_attention import CHUNK
-from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
+from engine.execution.cuda.kernels.triton_attention import NUM_PARTS
+from engine.execution.cuda.static_pass import ROWS, Outputs, Shape, StaticPass, steps_up_to
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.layers.reducer import alone
 from engine.sampling.noise import Draws
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LENGTHS = (1, 2, 3, 5, 9, 16, 24)
-NUM_EXTRA = (0, 4, 8, 16)
-CONTEXTS = (8192, 32_768, 131_072)
-"""Tokens of block tables; the largest table has the length of the longest context instead."""
+NUM_EXTRA = (0, 4, 8, 16, 64)
 MAX_TOKENS = 1280
 """Tokens of a graph, at most; a larger batch computes long enough for its kernels to be launched meanwhile."""
-_MAX_BRANCH_TOKENS = 320
-"""The same for trees and branches, and what outputs have room for at least."""
-_MAX_PARTIAL_TOKENS = MAX_TOKENS * CONTEXTS[0] * 5 // 4
-"""Tokens of a pass times the places of its block tables, at most: attention keeps a result for each chunk of them."""
+_MIN_PROMPT_LENGTH = 5
+_MAX_PROMPT_TOKENS = 640
+"""The same of a batch with a prompt: it has no more rows than needed without a graph, and twice as many with one."""
 _GRAPH_BYTES = 10 * 2**20
 _COMMUNICATION_BYTES = 2**30
 """Estimates: the memory of a recorded graph, and that of NCCL and symmetric buffers."""
 
 logger = logging.getLogger(__name__)
-
-
-class Recorder(Protocol):
-    """Records computations, so that each can be launched at once."""
-
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that does on the device what `compute` does; it may raise OutOfMemoryError."""
-        ...
-
-    def close(self) -> None:
-        """Free all recordings, though somebody may still hold the functions that replay them."""
-        ...
 
 
 class GraphRecorder:
@@ -67,7 +51,7 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # one, because each keeps workspaces
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Return the replay of a graph; see `Recorder.record`."""
+        """Return a function that does on the device what `compute` does; it may raise OutOfMemoryError."""
         # The first pass compiles kernels, which cannot be done while a graph is recorded.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -81,7 +65,7 @@ class GraphRecorder:
         return graph.replay
 
     def close(self) -> None:
-        """Free the graphs: the traceback of an error holds the one that was replayed."""
+        """Free the graphs, though somebody may still hold the functions that replay them, as tracebacks do."""
         for graph in self._graphs:
             graph.reset()
 
@@ -93,24 +77,27 @@ class Graphs:
         self,
         model: CausalLM,
         kv: KVTensors,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         shapes: Sequence[Shape],
+        width: int,
         agree: Callable[[bool], bool] = lambda ok: ok,
     ) -> None:
-        """Make room for the outputs of these shapes; `agree` tells whether all ranks of the model say True."""
+        """Make room for the outputs of these shapes.
+
+        Args:
+            shapes: those of decoding passes.
+            width: blocks of a request's table, at most.
+            agree: tells whether all ranks of the model say True.
+        """
         self._model = model
         self._kv = kv
         self._recorder = recorder
         self._agree = agree
         self._recorded: dict[Shape | ChainShape, tuple[StaticPass, Callable[[], None]]] = {}
-        self._impossible: set[Shape | ChainShape] = set()
-        self._wanted: set[Shape | ChainShape] = set()
-        self._widths = sorted({shape.width for shape in shapes})
-        self._max_tokens = max(_MAX_BRANCH_TOKENS, *(shape.tokens for shape in shapes))
-        size = (self._max_tokens, len(model.vocab_slice))
+        self._width, self._lengths = width, lengths_of(shapes)
+        size = (max(shape.tokens for shape in shapes), len(model.vocab_slice))
         self._outputs = Outputs(
-            torch.empty(size, device=model.device),
-            torch.empty(self._max_tokens, dtype=torch.int64, device=model.device),
+            torch.empty(size, device=model.device), torch.empty(size[0], dtype=torch.int64, device=model.device)
         )
 
     def close(self) -> None:
@@ -119,11 +106,9 @@ class Graphs:
         self._recorder.close()
 
     def run(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput | None:
-        """Compute a batch with a graph; None if it has none, or exceeds the largest."""
-        shape = choose_shape(batch, self._widths, self._max_tokens)
-        if shape not in self._recorded:
-            if shape is not None:
-                self._wanted.add(shape)
+        """Compute a batch with a graph; None if it has none."""
+        shape = choose_shape(batch, self._lengths)
+        if shape is None or shape not in self._recorded or not self._fits(batch, shape):
             return None
         static, replay = self._recorded[shape]
         static.fill(batch, draws)
@@ -131,11 +116,9 @@ class Graphs:
         return static.output(batch, draws)
 
     def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
-        """Draw a chain with a graph; None if it has none, or exceeds the largest."""
-        shape = chain_shape(chain, choose_shape(chain.first, self._widths, self._max_tokens))
-        if shape not in self._recorded:
-            if shape is not None and _fits(shape.first, self._kv.block_size):
-                self._wanted.add(shape)
+        """Draw a chain with a graph; None if it has none."""
+        shape = chain_shape(chain)
+        if shape is None or shape not in self._recorded or not self._fits(chain.first, shape.first):
             return None
         static, replay = self._recorded[shape]
         assert isinstance(static, ChainPass)
@@ -143,19 +126,21 @@ class Graphs:
         replay()
         return static.drawn(chain)
 
-    def record_wanted(self) -> bool:
-        """Record one of the shapes that passes have had without a graph; return whether there are more."""
-        self._wanted -= self._impossible
-        if self._wanted:
-            self.record(self._wanted.pop())
-        return bool(self._wanted)
+    def _fits(self, batch: ForwardBatch, shape: Shape) -> bool:
+        """Return whether a shape has room for a batch's tables, logits and, if tokens see their whole row, rows."""
+        groups, head = batch.paged.groups, self._model.head
+        sees_row = head is not None and isinstance(head, type(self._model.module)) and head.drafts_blocks
+        is_cut = any(group.length > shape.length for group in groups)
+        width = max(group.blocks.shape[1] for group in groups)
+        return (
+            width <= self._width and len(batch.logit_indices) <= len(self._outputs.tokens) and not (sees_row and is_cut)
+        )
 
     @torch.inference_mode()
     def record(self, shape: Shape | ChainShape) -> None:
         """Record a pass or chain of a shape; if a rank cannot, those of this shape run without a graph on all ranks."""
-        PREPARATION.observe("recorded")
+        inputs = self._model, self._kv, self._width
         try:
-            inputs = self._model, self._kv
             static = (
                 ChainPass(*inputs, shape, self._outputs)
                 if isinstance(shape, ChainShape)
@@ -168,80 +153,82 @@ class Graphs:
         if self._agree(recorded is not None) and recorded is not None:
             self._recorded[shape] = recorded
         else:
-            self._impossible.add(shape)
             PREPARATION.counts["not_recorded"] += 1
 
 
-def shapes(engine: EngineConfig, max_model_len: int, block_size: int, branches: Sequence[int] = ()) -> list[Shape]:
+def shapes(engine: EngineConfig, branches: Sequence[int] = ()) -> list[Shape]:
     """Return the shapes of a configuration's decoding passes, the largest first: later ones fit into its memory.
 
     Args:
-        max_model_len: the model's context length.
         branches: the possible tokens of a request in passes over trees and branches.
     """
     k = engine.num_speculative_tokens
-    max_rows = engine.max_num_seqs * -(-(1 + k) // LENGTHS[-1])  # a long draft goes on in further rows
-    lengths, rows = _up_to(1 + k, LENGTHS), _up_to(max_rows, ROWS)
-    sizes = {(*size, 0) for size in itertools.product(rows, lengths)}
-    sizes |= {(*size, 0) for size in itertools.product(_up_to(4, rows), _up_to(16, LENGTHS))}  # ends of prompts
-    padded = {_up_to(count, LENGTHS)[-1] for count in branches}
-    sizes |= set(itertools.product(_up_to(engine.max_num_seqs, ROWS), padded, _up_to(k, NUM_EXTRA)[1:]))
-    widths = _widths(engine, max_model_len, block_size)
-    every = {
-        Shape(rows, _at_least_two_tokens(rows, length), num_extra, width)
-        for (rows, length, num_extra), width in itertools.product(sizes, widths)
+    # `build` cuts long drafts into more rows than there are requests.
+    rows = steps_up_to(engine.max_num_seqs, ROWS) if 1 + k <= MAX_GROUPED_LENGTH else ROWS
+    sizes = set(itertools.product(rows, steps_up_to(max(1 + k, _MIN_PROMPT_LENGTH), LENGTHS), [0]))
+    padded = {steps_up_to(count, LENGTHS)[-1] for count in branches}
+    sizes |= set(itertools.product(rows, padded, steps_up_to(k, NUM_EXTRA)[1:]))
+    every = {Shape(count, _at_least_two_tokens(count, length), num_extra) for count, length, num_extra in sizes}
+    return sorted((shape for shape in every if shape.tokens <= MAX_TOKENS), key=lambda shape: -shape.tokens)
+
+
+def prompt_shapes(decoding: Sequence[Shape]) -> list[Shape]:
+    """Return the shapes of passes over short prompts that are larger than the decoding passes beside them."""
+    sizes = {(lengths_of(decoding)[shape.num_extra > 0][-1], shape.num_extra) for shape in decoding}
+    larger = {Shape(rows, *size) for size in sizes for rows in ROWS if rows * size[0] <= _MAX_PROMPT_TOKENS}
+    return sorted(larger.difference(decoding), key=lambda shape: -shape.tokens)
+
+
+def lengths_of(decoding: Sequence[Shape]) -> dict[bool, list[int]]:
+    """Return the lengths of passes over chains (False), and of passes over trees and branches (True), ascending."""
+    return {
+        is_tree: sorted({shape.length for shape in decoding if bool(shape.num_extra) == is_tree})
+        for is_tree in (False, True)
     }
-    return sorted((shape for shape in every if _fits(shape, block_size)), key=lambda shape: -shape.tokens * shape.width)
+
+
+def table_width(engine: EngineConfig, max_model_len: int) -> int:
+    """Return the blocks of the longest context's table, with its draft and branches."""
+    longest = min(max_model_len, engine.max_model_len or max_model_len) + 32 * (1 + engine.num_speculative_tokens)
+    return min(-(-longest // engine.block_size), engine.num_blocks or longest)
 
 
 def graph_bytes(
     engine: EngineConfig, config: PreTrainedConfig, max_model_len: int, world_size: int, *, has_head: bool = False
 ) -> int:
     """Return an estimate of the memory that a rank's graphs and its communication with other ranks take."""
-    recorded = shapes(engine, max_model_len, engine.block_size)
+    recorded = shapes(engine, LENGTHS)  # as if every model had trees, or ran ahead
     text, value_dim = config.get_text_config(), kv_shape(config, world_size).value_dim
-    tokens = max(_MAX_BRANCH_TOKENS, *(shape.tokens for shape in recorded))
-    chunks = max(shape.tokens * -(-shape.width * engine.block_size // CHUNK) for shape in recorded)
-    partial_bytes = chunks * text.num_attention_heads // world_size * (value_dim + 2) * torch.float32.itemsize
-    output_bytes = tokens * text.vocab_size * torch.float32.itemsize
+    num_parts = recorded[0].tokens * NUM_PARTS * text.num_attention_heads // world_size
+    num_outputs = recorded[0].tokens * text.vocab_size
+    num_blocks = sum(shape.rows for shape in recorded) * table_width(engine, max_model_len)
+    num_bytes = torch.float32.itemsize * int(num_parts * (value_dim + 2) + num_outputs + num_blocks)
     communication_bytes = _COMMUNICATION_BYTES if world_size > 1 else 0
     # A target's head or first layers have graphs of their own.
     num_models = 2 if has_head or engine.self_draft_layers is not None else 1
-    return num_models * (int(partial_bytes + output_bytes) + len(recorded) * _GRAPH_BYTES) + communication_bytes
+    return num_models * (num_bytes + len(recorded) * _GRAPH_BYTES) + communication_bytes
 
 
-def choose_shape(batch: ForwardBatch, widths: Sequence[int], max_tokens: int = MAX_TOKENS) -> Shape | None:
-    """Return the smallest shape that holds a batch, or None; `widths` are those of block tables, ascending."""
-    if len(batch.paged.groups) != 1:
+def choose_shape(batch: ForwardBatch, lengths: Mapping[bool, Sequence[int]]) -> Shape | None:
+    """Return the smallest shape that holds a batch, or None; `lengths` are those of `lengths_of`.
+
+    A row with more tokens than the longest of them, of a prompt or a tree, takes several rows of the shape.
+    """
+    groups = batch.paged.groups
+    most_extra = max((0 if group.extra is None else group.extra.shape[-1] for group in groups), default=0)
+    longest = max((group.length for group in groups), default=0)
+    if not groups or not (possible := lengths[most_extra > 0]):
         return None
-    (group,) = batch.paged.groups
-    num_extra = 0 if group.extra is None else group.extra.shape[-1]
-    sizes, ladders = (group.rows, group.length, num_extra, group.blocks.shape[1]), (ROWS, LENGTHS, NUM_EXTRA, widths)
-    fitting = [[step for step in ladder if step >= size] for size, ladder in zip(sizes, ladders, strict=True)]
-    if not all(fitting):
+    length = next((step for step in possible if step >= longest), possible[-1])
+    num_rows = sum(group.rows * -(-group.length // length) for group in groups)
+    rows = next((step for step in ROWS if step >= num_rows), None)
+    num_extra = next((step for step in NUM_EXTRA if step >= most_extra), None)
+    if rows is None or num_extra is None:
         return None
-    rows, length, num_extra, width = (steps[0] for steps in fitting)
-    shape = Shape(rows, _at_least_two_tokens(rows, length), num_extra, width)
-    return shape if shape.tokens <= max_tokens and _fits(shape, batch.paged.kv.block_size) else None
-
-
-def _up_to(size: int, ladder: Sequence[int]) -> list[int]:
-    """Return the steps of a ladder up to the first that is at least `size`."""
-    return [step for step, last in zip(ladder, (0, *ladder), strict=False) if last < size or step == ladder[0]]
-
-
-def _widths(engine: EngineConfig, max_model_len: int, block_size: int) -> list[int]:
-    """Return the widths of block tables, the last for the longest context with its draft and branches."""
-    longest = min(max_model_len, engine.max_model_len or max_model_len) + 32 * (1 + engine.num_speculative_tokens)
-    last = min(-(-longest // block_size), engine.num_blocks or longest)
-    return [*(tokens // block_size for tokens in CONTEXTS if tokens < 0.8 * last * block_size), last]
+    shape = Shape(rows, _at_least_two_tokens(rows, length), num_extra)
+    return shape if shape.tokens <= (MAX_TOKENS if longest <= length else _MAX_PROMPT_TOKENS) else None
 
 
 def _at_least_two_tokens(rows: int, length: int) -> int:
     """Return the length of rows of a shape: a layer compiled for one token alone could round differently."""
     return 2 if rows * length == 1 else length
-
-
-def _fits(shape: Shape, block_size: int) -> bool:
-    max_tokens = _MAX_BRANCH_TOKENS if shape.num_extra else MAX_TOKENS
-    return shape.tokens <= max_tokens and shape.tokens * shape.width * block_size <= _MAX_PARTIAL_TOKENS

@@ -7,18 +7,14 @@ cannot change a text: they split.
 """
 
 import functools
-import hashlib
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from engine.execution.cuda.kernels import grouped_product, product
-from engine.execution.scratch import cache_folder
 from engine.models.layers.experts import experts_of, group_experts, grouped_linear
 from engine.models.layers.quantization import QuantizedLinear
 from engine.models.shards import QuantizedRowLinear, RowLinear
@@ -159,13 +155,7 @@ grouped_linear.register_kernel("cuda")(grouped_product.multiply)
 def cublas_agrees(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, out_dtype: torch.dtype | None = None
 ) -> bool:
-    """Return whether cuBLAS gives the kernel's bits for many rows and weights of a shape; answers are on disk."""
-    key = [torch.__version__, triton.__version__, shape, dtype, out_dtype, Path(product.__file__).read_text()]
-    if device.type == "cuda":
-        key += [torch.cuda.get_device_name(device), torch._C._cuda_getDriverVersion()]  # type: ignore[attr-defined]
-    path = cache_folder() / f"cublas-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}"
-    if path.exists():
-        return path.read_text() == "True"
+    """Return whether cuBLAS gives the kernel's bits for many rows and weights of a shape."""
     counts = [count for count in _CHECKED_ROWS if count * max(shape) <= _MAX_CHECKED_NUMBERS]
     weight = torch.randn(shape, dtype=dtype, device=device)
     rows = torch.randn(counts[-1], shape[1], dtype=dtype, device=device)
@@ -180,12 +170,6 @@ def cublas_agrees(
     ]
     if unlike:
         logger.warning("weights of %s x %s: our kernel rounds unlike itself for %s rows", *shape, unlike)
-    else:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(str(agrees))
-        except OSError as error:
-            logger.warning("the next start compares our kernel with cuBLAS again: %s", error)
     return agrees
 
 

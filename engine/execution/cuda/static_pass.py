@@ -4,7 +4,8 @@ A batch with fewer rows or tokens is padded. All of its numbers travel to the de
 """
 
 import itertools
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1, "logit_indices": -1, "is_drawn": 0}
 """What the fields of a token hold where a batch has none. Padding writes to block 0 and attends to place 0; logits that
 nobody needs are the last token's, whose state they do not overwrite."""
@@ -40,18 +42,21 @@ class Shape:
     Attributes:
         rows: requests; length: tokens of each.
         num_extra: uncommitted places that a token attends to, for trees and branches; 0 for chains.
-        width: blocks of a request's table.
     """
 
     rows: int
     length: int
     num_extra: int
-    width: int
 
     @property
     def tokens(self) -> int:
         """Tokens of the pass, padding included."""
         return self.rows * self.length
+
+
+def steps_up_to(size: int, ladder: Sequence[int]) -> Sequence[int]:
+    """Return the steps of a ladder up to the first that is at least `size`."""
+    return ladder[: bisect_left(ladder, size) + 1]
 
 
 class Staging:
@@ -78,11 +83,18 @@ class StaticPass:
     """A pass of one shape. `fill`, then `compute` or a recording of it, then `output`."""
 
     def __init__(
-        self, model: CausalLM, kv: KVTensors, shape: Shape, outputs: Outputs, more: Mapping[str, Tensor] | None = None
+        self,
+        model: CausalLM,
+        kv: KVTensors,
+        width: int,
+        shape: Shape,
+        outputs: Outputs,
+        more: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Allocate the inputs; every pass of a model leaves its results in `outputs`.
+        """Allocate the inputs; every pass of a model leaves its results in `outputs`, logits of as many as fit.
 
         Args:
+            width: blocks of a request's table, at most.
             more: further inputs, int32, by name, as they are where a batch has none.
         """
         self._model = model
@@ -94,7 +106,7 @@ class StaticPass:
         fields["temperatures"] = torch.ones(tokens).view(torch.int32)
         fields |= more or {}
         fields["extra"] = torch.full((tokens * shape.num_extra,), -1, dtype=torch.int32)
-        fields["blocks"] = torch.zeros(shape.width * shape.rows, dtype=torch.int32)  # last, since it is cut
+        fields["blocks"] = torch.zeros(width * shape.rows, dtype=torch.int32)  # last, since it is cut
         self._template = torch.cat(list(fields.values()))
         self._sizes = [len(field) for field in fields.values()]
         self._names = list(fields)
@@ -112,7 +124,7 @@ class StaticPass:
                     start=0,
                     rows=shape.rows,
                     length=shape.length,
-                    blocks=self._device["blocks"].view(shape.width, shape.rows).T,
+                    blocks=self._device["blocks"].view(width, shape.rows).T,
                     positions=self._device["positions"].view(group_size),
                     places=self._device["slots"].view(group_size),
                     limits=self._device["limits"].view(group_size),
@@ -123,28 +135,40 @@ class StaticPass:
         )
 
     def fill(self, batch: ForwardBatch, draws: Draws | None, more: Mapping[str, Tensor] | None = None) -> None:
-        """Copy a batch of one group that is no larger than the shape; see `Backend.run`.
+        """Copy a batch that is no larger than the shape; see `Backend.run`. Longer rows take several of the shape.
 
-        Its tensors are the host's, but its token ids may be the device's. Of `more` inputs, the first numbers may do.
+        Its tensors are the host's, but token ids of one group may be the device's. Of `more` inputs, the first numbers
+        may do.
         """
-        (group,) = batch.paged.groups
-        shape, width = self.shape, group.blocks.shape[1]
-        used = len(self._template) - (shape.width - width) * shape.rows
+        groups, shape, block_size = batch.paged.groups, self.shape, self._context.kv.block_size
+        size, width = (shape.rows, shape.length), max(group.blocks.shape[1] for group in groups)
+        unused = (self._context.groups[0].blocks.shape[1] - width) * shape.rows
+        used = len(self._template) - unused
         staging = next(self._stagings)
         packed = staging.begin(self._template[:used])
         host = self._split(packed)
-        size, corner = (shape.rows, shape.length), (slice(group.rows), slice(group.length))
+        indices, num_rows = [], 0
+        for group in groups:
+            repeats = -(-group.length // shape.length)
+            first = num_rows + repeats * torch.arange(group.rows).unsqueeze(-1)
+            index = (first * shape.length + torch.arange(group.length)).flatten()
+            rows = slice(num_rows, num_rows + repeats * group.rows)
+            host["positions"][index] = group.positions.flatten().int()
+            host["slots"][index] = slots_of(group.blocks, group.places, block_size).flatten().int()
+            host["limits"][index] = group.limits.flatten().int()
+            if group.extra is not None:
+                extra = group.extra.flatten(0, 1)
+                host["extra"].view(shape.tokens, -1)[index, : extra.shape[-1]] = extra.int()
+            blocks = group.blocks if repeats == 1 else group.blocks.repeat_interleave(repeats, 0)
+            host["blocks"].view(width, shape.rows)[: blocks.shape[1], rows] = blocks.T
+            indices.append(index)
+            num_rows = rows.stop
+        index = torch.cat(indices)
         is_on_host = batch.token_ids.device.type == "cpu"
         if is_on_host:
-            host["token_ids"].view(size)[corner] = batch.token_ids.view(group.rows, -1)
-        host["positions"].view(size)[corner] = group.positions
-        host["slots"].view(size)[corner] = slots_of(group.blocks, group.places, self._context.kv.block_size)
-        host["limits"].view(size)[corner] = group.limits
-        if group.extra is not None:
-            host["extra"].view(*size, -1)[*corner, : group.extra.shape[-1]] = group.extra
-        host["blocks"].view(width, shape.rows)[:, : group.rows] = group.blocks.T
-        count, indices = len(batch.logit_indices), batch.logit_indices
-        host["logit_indices"][:count] = indices // group.length * shape.length + indices % group.length
+            host["token_ids"][index] = batch.token_ids.int()
+        count = len(batch.logit_indices)
+        host["logit_indices"][:count] = index[batch.logit_indices]
         if draws is not None:
             host["temperatures"].view(torch.float32)[:count] = draws.temperatures.squeeze(-1)
             host["is_drawn"][:count] = draws.rows > 0
@@ -153,11 +177,13 @@ class StaticPass:
             host[name][: numbers.numel()] = numbers.flatten().view(torch.int32)
         staging.send(packed, self._packed[:used])
         if not is_on_host:
-            self._device["token_ids"].view(size)[corner] = batch.token_ids.view(group.rows, -1).to(torch.int32)
+            (group,) = groups
+            ids = batch.token_ids.view(group.rows, group.length).to(torch.int32)
+            self._device["token_ids"].view(size)[: group.rows, : group.length] = ids
 
     def compute(self) -> None:
         """Compute the batch in the buffers."""
-        count, first_id = self.shape.tokens, self._model.vocab_slice.start
+        count, first_id = min(self.shape.tokens, len(self._outputs.tokens)), self._model.vocab_slice.start
         tokens, scores = draw_kernel.draw(*self._compute_logits(count), first_id)
         self._outputs.tokens[:count].copy_(self._model.best_of_ranks(scores, tokens))
 

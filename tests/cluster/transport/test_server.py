@@ -242,29 +242,3 @@ async def test_an_exception_of_the_worker_ends_the_call_at_once(credentials: Cre
         with pytest.raises(ConnectionLostError):
             await link.call(ping(1, deadline_s=60))
         assert isinstance(await asyncio.to_thread(serving_ends.exception, 10), TargetError)
-
-
-async def test_idle_time_begins_after_a_pause_and_ends_when_there_is_nothing_to_do(
-    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "_IDLE_S", 0.05)
-    calls: list[str] = []
-
-    def work() -> bool:
-        calls.append("work")
-        return calls.count("work") < 2
-
-    def idle() -> bool:
-        calls.append("idle")
-        return calls.count("idle") < 3
-
-    with serving(credentials.certificate, work=work, idle=idle) as server:
-        await asyncio.sleep(0.2)
-        assert calls == [], "it has answered nothing yet"
-        with linked(server.endpoint, credentials) as link:
-            await link.call(ping(1))
-            wait_for(lambda: calls.count("idle") == 3)
-            await asyncio.sleep(0.2)
-            assert calls == ["work", "work", "idle", "idle", "idle"]
-            await link.call(ping(2))
-            wait_for(lambda: calls[-1] == "idle" and len(calls) == 7)

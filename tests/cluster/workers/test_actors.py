@@ -110,7 +110,7 @@ def test_a_worker_prepares_the_thread_that_serves_and_a_target_closes_its_backen
     worker = object.__new__(kind)
     worker._server, worker._responder = SimpleNamespace(serve=serve), SimpleNamespace(answer=None, work=None)
     worker._backend = SimpleNamespace(
-        enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close"), idle=None
+        enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close")
     )
     with pytest.raises(RuntimeError, match="the end"):
         worker.serve()

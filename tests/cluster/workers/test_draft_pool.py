@@ -5,6 +5,7 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
 from cluster.protocol.messages import (
     Drafts,
@@ -21,6 +22,7 @@ from cluster.workers.draft_pool import CHUNK, DraftPool, SharedCache, share_rows
 from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.proposing import Counting, context_model, propose, row
@@ -110,6 +112,17 @@ def test_groups_whose_proposals_wait_are_drafted_in_the_same_passes_and_get_thei
     for version, its in rows.items():
         assert pool.drafts(version) == fresh(*its)
     assert (pool.pool.num_proposals, pool.pool.num_batches) == (3, 1)
+
+
+def test_all_chains_of_leases_are_planned_before_the_warm_up_of_which_there_is_one():
+    model, planned = Counting(MODEL), []
+    model.device = torch.device("meta")  # where rankings are cut, as on a GPU
+    model.plan_chains = lambda *plan: planned.append(plan) or False
+    pool = DraftPool(DraftModel(model, run_ahead=True), EngineConfig(num_blocks=100, num_speculative_tokens=K))
+    known = {*planned}
+    assert known == {(K, 0), (K, min(NUM_CANDIDATES, VOCAB))}
+    pool.join(1, 8)
+    assert {*planned} == known
 
 
 def test_the_proposal_that_is_due_first_is_drafted_first_and_waits_for_no_longer_drafts():

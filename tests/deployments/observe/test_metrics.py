@@ -262,9 +262,9 @@ async def test_features_of_a_head_on_the_draft_worker_are_counted() -> None:
 
 async def test_what_rounds_waited_for_is_counted_by_process_and_kind() -> None:
     rig = Rig()
-    rig.remote_drafter.unprepared = {"compiled": 2, "recorded": 0}
+    rig.remote_drafter.unprepared = {"compiled": 2, "not_recorded": 0}
     text = text_of(rig.metrics)
-    for kind, count in (("compiled", 2.0), ("recorded", 0.0)):
+    for kind, count in (("compiled", 2.0), ("not_recorded", 0.0)):
         labels = f'{{kind="{kind}",model_name="tiny",process="draft",replica="a"}}'
         assert f"paceline:unprepared_total{labels} {count}" in text
     await rig.loop.stop()

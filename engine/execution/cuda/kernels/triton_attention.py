@@ -1,9 +1,9 @@
 """Paged attention for CUDA: Triton kernels that read keys and values in their blocks.
 
-A row's context is cut into chunks of fixed length. Each chunk is attended to by itself, and the results are merged in
-order. So every bit of a token's result depends only on its query and its context, not on other tokens or rows, nor on
-how many programs computed the chunks. This is flash-decoding (Dao et al., 2023) with a split that does not depend on
-the batch.
+A row's context is cut into chunks of fixed length, and chunk c belongs to part c % NUM_PARTS. Each part is attended to
+by itself, and the results are merged in order. So every bit of a token's result depends only on its query and its
+context, not on other tokens or rows, the width of block tables, or how many programs computed the parts. This is
+flash-decoding (Dao et al., 2023) with a split that does not depend on the batch.
 """
 
 import torch
@@ -16,16 +16,17 @@ from engine.execution.cuda.kernels.product import widened
 from engine.models.layers.layer_attention import AttentionParams
 
 CHUNK = 256
-"""Places of a context that are attended to together."""
+"""Consecutive places of a part."""
 TILE = 128
-"""Places that are loaded at once."""
-MAX_PROGRAMS = 32
-"""Programs that share the chunks of one row and head."""
-_SIZES = ["length", "num_chunks", "blocks_row_stride", "blocks_stride"]
+"""Places that are loaded at once, at most; fewer of large keys or values, so that shared memory holds their tiles."""
+NUM_PARTS = 32
+"""Parts of a context; a program computes each, if rows are short."""
+_SIZES = ["length", "num_parts", "blocks_row_stride", "blocks_stride"]
 """Numbers whose values give a kernel no variants, which would be compiled in the round that has them first."""
 MAX_SPLIT_LENGTH = 32
 """Rows of more tokens have enough programs without splitting their context."""
-_QUERY_ROWS = 64
+MAX_DIM = 256
+"""Larger keys or values fit into no GPU's registers."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -42,54 +43,57 @@ def attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, output: Te
     _, block_size, kv_heads, _ = keys.shape
     num_extra = 0 if group.extra is None else group.extra.shape[-1]
     sizes = (heads, kv_heads, key_dim, value_dim, block_size, group.length, num_extra)
-    constants, common = attention_constants(*sizes, params, is_fp8=keys.dtype == torch.float8_e4m3fn)
+    constants, common = attention_constants(*sizes, params, query.itemsize, is_fp8=keys.dtype == torch.float8_e4m3fn)
     is_split = constants["IS_SPLIT"]
-    num_chunks = triton.cdiv(group.blocks.shape[1] * block_size, CHUNK)
-    num_programs = min(num_chunks, MAX_PROGRAMS) if is_split else 1
+    num_parts = min(triton.cdiv(group.blocks.shape[1] * block_size, CHUNK), NUM_PARTS)
     tokens, limits = group.rows * group.length, group.limits_of(params).contiguous()
     partials, stats = output, output
     if is_split:
-        partials = torch.empty((tokens, heads, num_chunks, value_dim), dtype=torch.float32, device=query.device)
-        stats = torch.empty((tokens, heads, num_chunks, 2), dtype=torch.float32, device=query.device)
+        partials = torch.empty((tokens, heads, num_parts, value_dim), dtype=torch.float32, device=query.device)
+        stats = torch.empty((tokens, heads, num_parts, 2), dtype=torch.float32, device=query.device)
     extra = limits if group.extra is None else group.extra
     sinks = output if params.sinks is None else params.sinks
     scale = key_dim**-0.5 if params.scaling is None else params.scaling
     # Scores are in units of log2, for `exp2`.
     cap = 0.0 if params.softcap is None else params.softcap * _LOG2_E
     scale = scale * _LOG2_E if params.softcap is None else scale / params.softcap
-    grid = (group.rows * triton.cdiv(group.length, constants["TILE_TOKENS"]), kv_heads, num_programs)
+    num_tiles = triton.cdiv(group.length, constants["TILE_TOKENS"])
+    grid = (group.rows * num_tiles, kv_heads, num_parts if is_split else 1)
     _attend_kernel[grid](
         query, _stored(keys), _stored(values), output, partials, stats,
         group.blocks, limits, group.positions, extra, sinks,
-        scale, cap, group.length, num_chunks,
+        scale, cap, group.length, num_parts,
         query.stride(0), query.stride(1), *group.blocks.stride(),
         num_stages=2, num_warps=num_warps(constants), enable_fp_fusion=False, **constants,
     )  # fmt: skip
     if is_split:
         _merge_kernel[(tokens, heads)](
-            partials, stats, output, limits, group.positions, extra, sinks, num_chunks,
+            partials, stats, output, limits, group.positions, extra, sinks, num_parts,
             enable_fp_fusion=False, **common,
         )  # fmt: skip
 
 
 def attention_constants(
     heads: int, kv_heads: int, key_dim: int, value_dim: int, block_size: int, length: int, num_extra: int,
-    params: AttentionParams, *, is_fp8: bool = False,
+    params: AttentionParams, item_bytes: int, *, is_fp8: bool = False,
 ) -> tuple[dict[str, int], dict[str, int]]:  # fmt: skip
     """Return the constants of the kernels that attend to chunks and merge them."""
-    assert CHUNK % TILE == 0, "a tile lies in one chunk"
-    copies = heads // kv_heads
-    tile_tokens = triton.next_power_of_2(min(length, max(1, _QUERY_ROWS // copies)))
+    key_pad, value_pad, copies = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim), heads // kv_heads
+    # Not by length: tiles of other places would round differently.
+    tile = min(TILE, (1 << 16) // (max(key_pad, value_pad) * item_bytes**2))
+    assert CHUNK % tile == 0, "a tile lies in one chunk"
+    most_tokens = max(1, (64 if tile == TILE else 32) // copies)
+    tile_tokens = min(triton.next_power_of_2(length), 1 << most_tokens.bit_length() - 1)
     common = {
-        "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_PAD": triton.next_power_of_2(value_dim), "NUM_EXTRA": num_extra,
-        "CHUNK": CHUNK,
+        "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_PAD": value_pad, "NUM_EXTRA": num_extra,
+        "CHUNK": CHUNK, "NUM_PARTS": NUM_PARTS,
         "WINDOW": params.window or 0, "FIRST": params.first, "HAS_SINKS": params.sinks is not None,
     }  # fmt: skip
     return common | {
         "KV_HEADS": kv_heads, "COPIES": copies, "BLOCK_SIZE": block_size, "TILE_TOKENS": tile_tokens,
-        "ROWS": max(16, triton.next_power_of_2(tile_tokens * copies)), "TILE": TILE,
+        "ROWS": max(16, triton.next_power_of_2(tile_tokens * copies)), "TILE": tile,
         "IS_SPLIT": length <= MAX_SPLIT_LENGTH,
-        "KEY_DIM": key_dim, "KEY_PAD": triton.next_power_of_2(key_dim), "HAS_CAP": params.softcap is not None,
+        "KEY_DIM": key_dim, "KEY_PAD": key_pad, "HAS_CAP": params.softcap is not None,
         "IS_FP8": is_fp8,
     }, common  # fmt: skip
 
@@ -134,6 +138,12 @@ def _bounds(
 
 
 @triton.jit
+def _first_chunk(part, start, NUM_PARTS: tl.constexpr):
+    """Return the first chunk of a part that is not before chunk `start`."""
+    return part + tl.cdiv(tl.maximum(start - part, 0), NUM_PARTS) * NUM_PARTS
+
+
+@triton.jit
 def _merged(best, total, other_best, other_total):
     """Merge two parts of a softmax: return the highest score, the total and the factors of both parts' sums.
 
@@ -157,14 +167,14 @@ def _left_to_sink(best, total, sink):
 @triton.jit(do_not_specialize=_SIZES)
 def _attend_kernel(
     query, keys, values, output, partials, stats, blocks, limits, positions, extra, sinks,
-    scale, cap, length, num_chunks, query_head_stride, query_token_stride, blocks_row_stride, blocks_stride,
+    scale, cap, length, num_parts, query_head_stride, query_token_stride, blocks_row_stride, blocks_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, IS_FP8: tl.constexpr,
+    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, NUM_PARTS: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the chunks of one tile of tokens and one key/value head.
+    """Attend to parts of the context of one tile of tokens and one key/value head.
 
     The query heads of that head are rows of the same product: row i is query head i % COPIES of token i // COPIES.
     """
@@ -190,53 +200,59 @@ def _attend_kernel(
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, VALUE_PAD), tl.float32)
-    for chunk in range(start // CHUNK + tl.program_id(2), tl.cdiv(last, CHUNK), tl.num_programs(2)):
-        chunk_best = tl.full((ROWS,), float("-inf"), tl.float32)
-        chunk_total = tl.zeros((ROWS,), tl.float32)
-        chunk_sums = tl.zeros((ROWS, VALUE_PAD), tl.float32)
-        for place_start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, last), TILE):
-            place = place_start + tl.arange(0, TILE)
-            is_place = place < last
-            block = tl.load(blocks + row * blocks_row_stride + place // BLOCK_SIZE * blocks_stride, is_place, 0)
-            entry = (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv_head
-            key_entry = keys + entry[None, :] * KEY_DIM + key_column[:, None]
-            key = tl.load(key_entry, is_place[None, :] & is_key_column[:, None], 0)
-            if IS_FP8:
-                key = widened(key, rows.dtype)
-            scores = tl.dot(rows, key, input_precision="ieee") * scale
-            if HAS_CAP:  # tanh
-                scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
-            is_visible = place[None, :] < limit[:, None]
-            for i in tl.static_range(NUM_EXTRA):
-                node = tl.load(extra + token * NUM_EXTRA + i, mask=is_token, other=-1).to(tl.int32)
-                is_visible = is_visible | (place[None, :] == node[:, None])
-            if WINDOW + FIRST > 0:
-                is_visible = is_visible & (place[None, :] >= first[:, None])
-            scores = tl.where(is_visible, scores, float("-inf"))
-            new_best = tl.maximum(chunk_best, tl.max(scores, 1))
-            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-            weights = tl.exp2(scores - shift[:, None])
-            kept = tl.exp2(chunk_best - shift)
-            value_entry = values + entry[:, None] * VALUE_DIM + column[None, :]
-            value = tl.load(value_entry, is_place[:, None] & is_column[None, :], 0)
-            if IS_FP8:
-                value = widened(value, rows.dtype)
-            # A product with ones sums in order of places; `tl.sum` would sum in an order that depends on the tile.
-            ones = tl.full((TILE, 16), 1.0, value.dtype)
-            tile_totals = tl.dot(weights.to(value.dtype), ones, input_precision="ieee")
-            tile_total = tl.max(tile_totals, 1)  # all columns are alike
-            chunk_total = tl.fma(chunk_total, kept, tile_total)
-            chunk_sums = tl.dot(weights.to(value.dtype), value, chunk_sums * kept[:, None], input_precision="ieee")
-            chunk_best = new_best
-        if IS_SPLIT:
-            part = (token * HEADS + head) * num_chunks + chunk
-            is_part = is_token[:, None] & is_column[None, :]
-            tl.store(partials + part.to(tl.int64)[:, None] * VALUE_DIM + column[None, :], chunk_sums, is_part)
-            tl.store(stats + part * 2, chunk_best, is_token)
-            tl.store(stats + part * 2 + 1, chunk_total, is_token)
-        else:
-            best, total, kept, added = _merged(best, total, chunk_best, chunk_total)
-            sums = tl.fma(sums, tl.broadcast_to(kept[:, None], sums.shape), chunk_sums * added[:, None])
+    num_chunks = tl.cdiv(last, CHUNK)
+    for part in range(tl.program_id(2), tl.minimum(num_chunks, NUM_PARTS), tl.num_programs(2)):
+        first_chunk = _first_chunk(part, start // CHUNK, NUM_PARTS)
+        if first_chunk < num_chunks:
+            part_best = tl.full((ROWS,), float("-inf"), tl.float32)
+            part_total = tl.zeros((ROWS,), tl.float32)
+            part_sums = tl.zeros((ROWS, VALUE_PAD), tl.float32)
+            for chunk in range(first_chunk, num_chunks, NUM_PARTS):
+                for place_start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, last), TILE):
+                    place = place_start + tl.arange(0, TILE)
+                    is_place = place < last
+                    block = tl.load(blocks + row * blocks_row_stride + place // BLOCK_SIZE * blocks_stride, is_place, 0)
+                    entry = (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv_head
+                    key_entry = keys + entry[None, :] * KEY_DIM + key_column[:, None]
+                    key = tl.load(key_entry, is_place[None, :] & is_key_column[:, None], 0)
+                    if IS_FP8:
+                        key = widened(key, rows.dtype)
+                    scores = tl.dot(rows, key, input_precision="ieee") * scale
+                    if HAS_CAP:  # tanh
+                        scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
+                    is_visible = place[None, :] < limit[:, None]
+                    for i in tl.static_range(NUM_EXTRA):
+                        node = tl.load(extra + token * NUM_EXTRA + i, mask=is_token, other=-1).to(tl.int32)
+                        is_visible = is_visible | (place[None, :] == node[:, None])
+                    if WINDOW + FIRST > 0:
+                        is_visible = is_visible & (place[None, :] >= first[:, None])
+                    scores = tl.where(is_visible, scores, float("-inf"))
+                    new_best = tl.maximum(part_best, tl.max(scores, 1))
+                    shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+                    weights = tl.exp2(scores - shift[:, None])
+                    kept = tl.exp2(part_best - shift)
+                    value_entry = values + entry[:, None] * VALUE_DIM + column[None, :]
+                    value = tl.load(value_entry, is_place[:, None] & is_column[None, :], 0)
+                    if IS_FP8:
+                        value = widened(value, rows.dtype)
+                    # A product with ones sums in order of places; the order of `tl.sum` depends on the tile.
+                    ones = tl.full((TILE, 16), 1.0, value.dtype)
+                    tile_totals = tl.dot(weights.to(value.dtype), ones, input_precision="ieee")
+                    tile_total = tl.max(tile_totals, 1)  # all columns are alike
+                    part_total = tl.fma(part_total, kept, tile_total)
+                    part_sums = tl.dot(
+                        weights.to(value.dtype), value, part_sums * kept[:, None], input_precision="ieee"
+                    )
+                    part_best = new_best
+            if IS_SPLIT:
+                entry = (token * HEADS + head) * num_parts + part
+                partial = partials + entry.to(tl.int64)[:, None] * VALUE_DIM + column[None, :]
+                tl.store(partial, part_sums, is_token[:, None] & is_column[None, :])
+                tl.store(stats + entry * 2, part_best, is_token)
+                tl.store(stats + entry * 2 + 1, part_total, is_token)
+            else:
+                best, total, kept, added = _merged(best, total, part_best, part_total)
+                sums = tl.fma(sums, tl.broadcast_to(kept[:, None], sums.shape), part_sums * added[:, None])
     if not IS_SPLIT:
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=is_token, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -248,11 +264,11 @@ def _attend_kernel(
         tl.store(output + place, sums.to(output.dtype.element_ty), is_written)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_parts"])
 def _merge_kernel(
-    partials, stats, output, limits, positions, extra, sinks, num_chunks,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, HAS_SINKS: tl.constexpr,
+    partials, stats, output, limits, positions, extra, sinks, num_parts,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, NUM_EXTRA: tl.constexpr,
+    CHUNK: tl.constexpr, NUM_PARTS: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -262,13 +278,13 @@ def _merge_kernel(
     best = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     sums = tl.zeros((VALUE_PAD,), tl.float32)
-    for chunk in range(first // CHUNK, tl.cdiv(end, CHUNK)):
-        part = (token * HEADS + head).to(tl.int64) * num_chunks + chunk
-        chunk_best = tl.load(stats + part * 2)
-        chunk_total = tl.load(stats + part * 2 + 1)
-        chunk_sums = tl.load(partials + part * VALUE_DIM + column, is_column, 0.0)
-        best, total, kept, added = _merged(best, total, chunk_best, chunk_total)
-        sums = tl.fma(sums, tl.broadcast_to(kept, sums.shape), chunk_sums * added)
+    num_chunks = tl.cdiv(end, CHUNK)
+    for part in range(tl.minimum(num_chunks, NUM_PARTS)):
+        if _first_chunk(part, first // CHUNK, NUM_PARTS) < num_chunks:
+            entry = (token * HEADS + head).to(tl.int64) * num_parts + part
+            part_sums = tl.load(partials + entry * VALUE_DIM + column, is_column, 0.0)
+            best, total, kept, added = _merged(best, total, tl.load(stats + entry * 2), tl.load(stats + entry * 2 + 1))
+            sums = tl.fma(sums, tl.broadcast_to(kept, sums.shape), part_sums * added)
     if HAS_SINKS:
         total, kept = _left_to_sink(best, total, tl.load(sinks + head).to(tl.float32) * 1.4426950408889634)
         sums *= kept

@@ -159,7 +159,7 @@ def test_a_pass_that_a_proposal_interrupts_is_not_measured():
     assert passes._pace._pass_s == 0
 
 
-@pytest.mark.parametrize("kind", [None, "compiled", "recorded"])
+@pytest.mark.parametrize("kind", [None, "compiled"])
 def test_a_pass_that_compiles_or_records_is_not_measured(kind, monkeypatch):
     monkeypatch.setattr(passes_module, "PREPARATION", preparation := Preparation())
     with preparation.expected():

@@ -1,14 +1,6 @@
 import pytest
 
 from engine.control import stats
-from engine.execution.scratch import CACHE_VARIABLE
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """No test reads what an earlier one has found out about kernels."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 The recording is computed on the CPU with interpreted kernels, by a recorder that calls.
 """
 
+import itertools
 import random
 
 import pytest
@@ -24,12 +25,10 @@ from tests.engine.heads.tiny_heads import head_config, random_head
 from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
-from engine.execution.cuda import graphs as graphs_module
-from engine.execution.cuda.chain_pass import STEPS, ChainShape
+from engine.execution.cuda.chain_pass import STEPS, ChainShape, chain_shape, chain_shapes
 from engine.execution.cuda.cuda_backend import CudaBackend
-from engine.execution.cuda.graphs import Graphs, shapes
+from engine.execution.cuda.graphs import Graphs, shapes, table_width
 from engine.execution.cuda.kernels import triton_attention
-from engine.execution.cuda.static_pass import Shape
 from tests.engine.execution.cuda.recorders import CallRecorder
 
 BLOCK = 4
@@ -64,7 +63,7 @@ def drafter_of(backend, make=ModelDrafter, **settings):
     kv = drafter.cache.kv
     if isinstance(backend, CudaBackend):
         kv.graphs = EagerGraphs(
-            backend.model, kv, CallRecorder(is_warm=True), shapes(config, backend.info.max_model_len, BLOCK)
+            backend.model, kv, CallRecorder(is_warm=True), shapes(config), table_width(config, 1000)
         )
     return drafter
 
@@ -73,11 +72,9 @@ class EagerGraphs(Graphs):
     """Records a chain when it comes for the first time."""
 
     def draw_chain(self, chain):
-        if (output := super().draw_chain(chain)) is None and self._wanted:
-            while self.record_wanted():
-                pass
-            output = super().draw_chain(chain)
-        return output
+        if (shape := chain_shape(chain)) is not None and shape not in self._recorded:
+            self.record(shape)
+        return super().draw_chain(chain)
 
     def run(self, batch, draws):
         return None
@@ -152,7 +149,7 @@ def test_a_recorded_chain_of_a_head_is_the_one_that_is_drawn_pass_by_pass(model)
         assert drafter._draws_chains == isinstance(backend, CudaBackend)
         if isinstance(backend, CudaBackend):
             (other,) = backend._beside
-            drafter._kv.graphs = EagerGraphs(other.model, drafter._kv, recorder, shapes(config, 64, BLOCK))
+            drafter._kv.graphs = EagerGraphs(other.model, drafter._kv, recorder, shapes(config), 16)
         rows = []
         for i, (request, missing) in enumerate(
             zip(requests_of(["0.7", "greedy", "1"], seed=5), (1, 2, 1), strict=True)
@@ -194,19 +191,18 @@ def test_what_a_recording_cannot_draw_is_drawn_pass_by_pass(params, settings, mo
     assert propose(drafter_of(recorded, **settings), [row], [2]) == expected
 
 
-def test_the_shape_of_a_chain_holds_its_whole_block_tables(model, recorded):
-    drafter, params = drafter_of(recorded), SamplingParams(temperature=0)
-    drafter.cache.kv.graphs._widths = [2, 3, 4]
-    propose(drafter, [Request("a", [5] * 7, 7, params), Request("b", [6], 1, params)], [2, 2])
-    assert [*chains_of(drafter)] == [ChainShape(Shape(2, 9, 0, 3), 2)]
+def test_a_row_that_lacks_many_tokens_is_drawn_pass_by_pass(model, recorded):
+    rows = [Request("a", [5] * 7, 7, params := SamplingParams(temperature=0)), Request("b", [6], 1, params)]
+    assert propose(drafter := drafter_of(recorded), rows, [2, 2]) == propose(
+        drafter_of(EagerBackend(model)), rows, [2, 2]
+    )
+    assert chains_of(drafter) == []
 
 
-def test_no_chain_is_recorded_that_keeps_more_results_of_attention_than_any_pass(recorded, monkeypatch):
-    """The memory plan counts those of passes; a chain's first pass has more rows or tokens than its batch."""
-    drafter = drafter_of(recorded)
-    graphs = drafter.cache.kv.graphs
-    monkeypatch.setattr(graphs_module, "_MAX_PARTIAL_TOKENS", 4 * graphs._widths[-1] * BLOCK)
-    (drawn,) = propose(drafter, requests_of(["1"]), [3])
-    assert len(drawn) == 3
-    assert not graphs._wanted
-    assert not chains_of(drafter)
+@pytest.mark.parametrize(("k", "steps"), [(1, set()), (2, {2}), (4, {2, 3, 4}), (5, {2, 3, 4, 6})])
+def test_the_chains_of_all_numbers_of_requests_are_planned(k, steps):
+    planned = chain_shapes(5, k, 10)
+    assert {shape.steps for shape in planned} == steps
+    assert {(shape.first.rows, shape.is_shaped) for shape in planned} == set(
+        itertools.product((2, 4, 8) if steps else (), (False, True))
+    )

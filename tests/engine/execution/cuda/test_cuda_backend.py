@@ -27,12 +27,16 @@ from tests.fakes import InterruptedDrafter, TreeDrafter
 from tests.gpu.models import random_model
 
 pytest.importorskip("triton", reason="the kernels need triton")
+from triton.runtime.errors import OutOfResources
+
 from engine.execution.cuda import cuda_backend
+from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.cuda_backend import CudaBackend, GraphedKV, make_cuda_backend
-from engine.execution.cuda.graphs import Graphs, shapes
+from engine.execution.cuda.graphs import MAX_TOKENS, Graphs, prompt_shapes, shapes
 from engine.execution.cuda.kernels import triton_attention
 from tests.engine.execution.cuda.recorders import ENGINE, SETTINGS, CallRecorder, on_all, ranks, sharded
 
+EVERY = [*prompt_shapes(shapes(ENGINE)), *shapes(ENGINE)]
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 DEVICE = torch.device("cuda", 0)
 REQUESTS = [
@@ -86,7 +90,8 @@ def test_bfloat16_texts_depend_on_neither_draft_nor_batch(name):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no CUDA device")
-def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do():
+def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do(monkeypatch):
+    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
     rows = [
         ForwardRow([3] * 4, 0, [1], 2),
         ForwardRow([5, 6, 7, 8], 0, [2], 4, [-1, -1, 1]),
@@ -114,7 +119,7 @@ def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no CUDA device")
 def test_a_pass_without_a_graph_bounds_its_results_of_chunks_and_computes_two_tokens_at_least(monkeypatch):
     """A layer compiled for one token alone could round differently."""
-    monkeypatch.setattr(cuda_backend, "_MAX_CHUNKS", 5)
+    monkeypatch.setattr(cuda_backend, "MAX_TOKENS", 5)
     seen, attend = [], triton_attention.attend
     monkeypatch.setattr(triton_attention, "attend", lambda group, *rest: seen.append(group) or attend(group, *rest))
     model = first_layers(random_model("tiny", torch.device("cpu"), torch.float32), 1)
@@ -140,12 +145,11 @@ def test_all_shapes_are_recorded_before_the_first_round(
     kv = backend.allocate_kv(8, ENGINE.block_size)
     thinned, seen_kv = backend.beside(partial(first_layers, count=1), kv)
     backend.warm_up()
-    every = shapes(ENGINE, backend.info.max_model_len, ENGINE.block_size)
-    assert [entry[:2] for entry in seen] == [(one.graphs, shape) for one in (kv, seen_kv) for shape in every]
-    assert [entry[2][:2] for entry in seen[: len(every)]] == [(done, len(every)) for done in range(len(every))]
+    assert [entry[:2] for entry in seen] == [(one.graphs, shape) for one in (kv, seen_kv) for shape in EVERY]
+    assert [entry[2][:2] for entry in seen[: len(EVERY)]] == [(done, len(EVERY)) for done in range(len(EVERY))]
     assert (backend.compiling, thinned.compiling) == ([], [])
     lines = [" ".join(record.getMessage().split(" ")[1:3]) for record in caplog.records]
-    assert lines == 2 * ["compiling layers", "layers compiled", f"recording {len(every)}", "graphs recorded"]
+    assert lines == 2 * ["compiling layers", "layers compiled", f"recording {len(EVERY)}", "graphs recorded"]
     assert backend.beside(partial(first_layers, count=1), kv)[1].graphs is None, "those of the whole model"
     backend.close()
     assert (kv.graphs, seen_kv.graphs) == (None, None)
@@ -153,16 +157,27 @@ def test_all_shapes_are_recorded_before_the_first_round(
     assert preparation.counts["compiled"] == 1, "rounds may come now"
 
 
+def test_the_chains_of_all_drafters_are_recorded(target_path, uncompiled, quick, preparation):
+    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
+    kv = backend.allocate_kv(8, ENGINE.block_size)
+    for plan in ((2, 0), (2, 10), (2, 0)):  # those of a pool, one of which runs ahead
+        backend.plan_chains(*plan)
+    backend.warm_up()
+    chains = {shape for shape in kv.graphs._recorded if isinstance(shape, ChainShape)}
+    assert chains == {*chain_shapes(2, 2, 0), *chain_shapes(2, 2, 10)} != set()
+
+
 def test_a_warmed_up_backend_computes_with_graphs_what_an_eager_one_does(target_path, uncompiled, monkeypatch):
     monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
-    monkeypatch.setattr(cuda_backend, "shapes", lambda *_: shapes(ENGINE, 64, 16)[-3:])
+    monkeypatch.setattr(cuda_backend, "shapes", lambda *_: shapes(ENGINE)[-3:])
     model, recorder = first_layers(model_of(target_path), 1), CallRecorder(is_warm=True)
     backend, eager = CudaBackend(model, SETTINGS, ENGINE, recorder=recorder), EagerBackend(model)
     kv, other_kv = backend.allocate_kv(4, 16), eager.allocate_kv(4, 16)
     backend.warm_up()
     for num_replays, rows in (
         (1, [ForwardRow([3, 4], 0, [1], 1)]),
-        (1, [ForwardRow(list(range(3, 38)), 0, [1, 2, 3], 2)]),
+        (2, [ForwardRow(list(range(3, 9)), 0, [1, 2, 3], 2)]),
+        (2, [ForwardRow(list(range(3, 38)), 0, [1, 2, 3], 6)]),
     ):
         output, expected = (one.run(build(rows, cache)) for one, cache in ((backend, kv), (eager, other_kv)))
         torch.testing.assert_close(output.logits, expected.logits, atol=1e-4, rtol=0)
@@ -199,7 +214,7 @@ def test_every_kind_of_pass_is_warmed_up(monkeypatch):
 def test_trees_without_a_graph_have_no_kernels_of_their_own(target_path):
     rows, kv = [ForwardRow([5, 6, 7, 8], 0, [2], 4, [-1, -1, 1])], GraphedKV(KVShape(1, 1, 1, 1), 3, 16, torch.empty(0))
     (group,) = build(rows, kv).paged.groups
-    moved = cuda_backend._group_on(group, torch.device("cpu"))
+    (moved,) = cuda_backend._parts_on(group, torch.device("cpu"))
     assert {tensor.dtype for tensor in (moved.blocks, moved.positions, moved.limits, moved.extra)} == {torch.int32}
     assert torch.equal(moved.extra[..., :2], group.extra)
     assert moved.extra[..., 2:].unique().tolist() == [-1]
@@ -227,7 +242,7 @@ def test_if_one_rank_cannot_compile_all_run_eagerly_and_say_so(
     monkeypatch.setattr(cuda_backend, "uncompile_layers", names.append)
     on_all(backends, lambda one: one[0].warm_up())
     assert [kv.graphs for _, kv in backends] == [None] * count
-    assert [rank.calls for rank in world] == [[("prepare", 40, 32), ("agree",)]] * count
+    assert [rank.calls for rank in world] == [[("prepare", MAX_TOKENS, 32), ("agree",)]] * count
     assert set(names) == {backend.model.module for backend, _ in backends}
     assert preparation.counts["eager"] == count
     assert caplog.text.count("texts may differ") == count
@@ -237,19 +252,18 @@ def test_if_one_rank_cannot_compile_all_run_eagerly_and_say_so(
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_make_the_same_collectives_in_the_same_order(count, four_heads, uncompiled, quick, preparation):
     """Though one lacks memory for a graph; where a pass has none, all sum as many rows as it has tokens."""
-    world, every = ranks(count), shapes(ENGINE, 64, ENGINE.block_size)
+    world = ranks(count)
     backends = sharded(four_heads, world, [CallRecorder({2} if rank.rank == 1 else ()) for rank in world])
     on_all(backends, lambda one: one[0].warm_up())
-    assert world[0].calls == [("prepare", 40, 32), *[("agree",)] * (1 + len(every))]
-    generator, batches = random.Random(count), [[ForwardRow([3] * 9, 0, [1], 1)] * 2]
+    assert world[0].calls == [("prepare", MAX_TOKENS, 32), *[("agree",)] * (1 + len(EVERY))]
+    generator, batches = random.Random(count), [[ForwardRow([3] * 9, 0, [1], 1)] * 12]
     for _ in range(12):
         sizes = [(generator.choice([1, 2, 5, 9, 20]), generator.randint(0, 12)) for _ in range(generator.randint(1, 3))]
         batches.append([ForwardRow([3] * length, start, [1, 2], 1) for length, start in sizes])
     on_all(backends, lambda one: [one[0].run(build(rows, one[1])) for rows in batches])
     assert all(rank.calls == world[0].calls for rank in world)
-    assert [call for call in world[0].calls if call[0] == "sum"][:2] == [("sum", 1, 18, 32)] * 2
+    assert [call for call in world[0].calls if call[0] == "sum"][:2] == [("sum", 1, 108, 32)] * 2
     assert len({len(backend._recorder.computes) for backend, _ in backends}) == 1
-    assert not any(backend.idle() for backend, _ in backends)
     for backend, kv in backends:
         backend.close()
         assert kv.graphs is None
@@ -264,20 +278,51 @@ def test_sums_are_prepared_once_though_first_layers_are_warmed_up_too(four_heads
     backend.warm_up()
     assert [call[0] for call in world.calls if call[0] != "agree"] == ["prepare"]
     assert thinned[1].graphs is not None
-    assert sum(call[0] == "agree" for call in world.calls) == 2 * (1 + len(shapes(ENGINE, 64, ENGINE.block_size)))
+    assert sum(call[0] == "agree" for call in world.calls) == 2 * (1 + len(EVERY))
 
 
-def test_what_passes_came_without_is_recorded_when_idle(target_path, uncompiled, quick, preparation, monkeypatch):
-    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
-    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=(recorder := CallRecorder()))
+@pytest.mark.parametrize("compile", ["auto", "off"])
+@pytest.mark.parametrize("fails", ["attend", "write"])
+def test_a_gpu_on_which_passes_fail_is_refused_before_the_first_request(
+    compile, fails, target_path, uncompiled, quick, preparation, monkeypatch
+):
+    """Though the model's first two tokens were computed, and layers that are not compiled may do."""
+
+    def fail(_first, second, *_):
+        if second.shape[1] > 2:
+            raise OutOfResources(299_520, 232_448, "shared memory")
+
+    backend = CudaBackend(model_of(target_path), ModelConfig("tiny", compile=compile), ENGINE, recorder=CallRecorder())
+    backend.allocate_kv(8, ENGINE.block_size)
+    monkeypatch.setattr(triton_attention, fails, fail)
+    with pytest.raises(
+        ModelError, match=r"cannot be served on cpu, where a pass fails: out of resource: shared memory, R"
+    ):
+        backend.warm_up()
+
+
+def test_layers_that_cannot_be_compiled_are_served_uncompiled_and_say_so(
+    target_path, quick, preparation, monkeypatch, caplog
+):
+    calls = []
+    monkeypatch.setattr(cuda_backend, "compile_layers", lambda _: (_ for _ in ()).throw(RuntimeError("no C compiler")))
+    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
     kv = backend.allocate_kv(8, ENGINE.block_size)
+    monkeypatch.setattr(
+        triton_attention, "attend", lambda group, *rest: calls.append(group.length) or rest[3].fill_(0.0)
+    )
     backend.warm_up()
-    known = len(recorder.computes)
-    for count in (3, 5):
-        backend.run(build([ForwardRow([3], 0, [1], 1)] * count, kv))
-    assert (len(recorder.computes), recorder.num_replays) == (known, 0)
-    assert [backend.idle(), backend.idle(), backend.idle()] == [True, False, False]
-    assert (len(recorder.computes), preparation.counts["recorded"]) == (known + 2, 0)
+    assert (kv.graphs, preparation.counts["eager"]) == (None, 1)
+    assert "runs uncompiled; texts may differ from those of compiled passes: no C compiler" in caplog.text
+    assert {1, 2, 32, 33, 40} <= {*calls}, "every kernel was tried"
+
+
+def test_heads_that_no_kernel_holds_are_attended_to_by_torch(monkeypatch, caplog):
+    caplog.set_level("INFO", cuda_backend.logger.name)
+    monkeypatch.setattr(cuda_backend, "MAX_DIM", 8)
+    backend = make_cuda_backend(random_model("tiny", torch.device("cpu"), torch.float32), ModelConfig("tiny"), ENGINE)
+    assert type(backend) is EagerBackend
+    assert "its heads of 16 are too wide for the kernel that attends" in caplog.text
 
 
 def test_a_model_that_leaves_no_memory_to_compare_products_is_refused_by_name(monkeypatch):

@@ -6,17 +6,22 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_cache import DraftCache
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.translated import TranslatedBackend
+from engine.drafting.run_ahead import shared_pass
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.execution.kv_tensors import KVTensors
 from engine.execution.registry import make_backend
 from engine.heads.tapped import with_head
 from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
+from engine.protocols import ProposeRow, Request, run_in_process
 from tests.engine.grammars import GRAMMARS
 from tests.engine.heads.tiny_heads import head_config, random_head
-from tests.engine.running import make_engine, run_outputs
+from tests.engine.running import make_engine, run, run_outputs
 from tests.engine.tiny import SIZES, model_of, save, source_of
 from tests.fakes import InterruptedDrafter, TreeDrafter
 
@@ -63,19 +68,20 @@ WAITS = {
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
-    monkeypatch.setattr(triton_attention, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(triton_attention, "NUM_PARTS", 2)
     monkeypatch.setattr(triton_attention, "MAX_SPLIT_LENGTH", 0)  # one kernel less to interpret
     monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
+    monkeypatch.setattr(cuda_backend, "prompt_shapes", lambda _: [])
     with fake_gpu(monkeypatch) as gpu:
         yield gpu
 
 
 SHAPES = {
-    "no draft": [Shape(2, 1, 0, 2)],
-    "chain": [Shape(2, 3, 0, 2)],
-    "head": [Shape(2, 3, 0, 2)],
-    "tree": [Shape(2, 3, 4, 2)],
-    "running ahead": [Shape(2, 9, 4, 2), Shape(2, 3, 0, 2)],
+    "no draft": [Shape(2, 1, 0)],
+    "chain": [Shape(2, 3, 0)],
+    "head": [Shape(2, 3, 0)],
+    "tree": [Shape(2, 3, 4)],
+    "running ahead": [Shape(2, 9, 4), Shape(2, 3, 0)],
 }
 
 
@@ -102,11 +108,11 @@ def rounds(paths, make_grammars, params, drafter, *, gpu=None):
     engine = make_engine(target, drafting, grammars=make_grammars(), **settings)
 
     def chain(num_ranked):
-        return ChainShape(Shape(2, 3, 0, 2), 2, num_ranked, params == "top-p")
+        return ChainShape(Shape(2, 3, 0), 2, num_ranked, params == "top-p")
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cuda_backend, "shapes", lambda *_: SHAPES[drafter])
-        patched.setattr(cuda_backend, "chain_shapes", lambda _, steps, num_ranked: [chain(num_ranked)] if steps else [])
+        patched.setattr(cuda_backend, "chain_shapes", lambda _, steps, num_ranked: [chain(num_ranked)])
         target.warm_up()
         if drafter in ("chain", "running ahead"):
             draft.warm_up()
@@ -140,6 +146,58 @@ def test_texts_are_the_cpus_and_the_waits_of_a_round_are_known(case, paths, make
     assert texts == expected[params]
     assert gpu.num_replays
     assert waits[1] == WAITS[case]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["chain", "running ahead"])
+@pytest.mark.parametrize("params", ["drawn", "top-p"])
+def test_a_draft_with_another_tokenizer_drafts_as_it_does_on_a_cpu(params, drafter, paths, make_grammars, gpu):
+    """Its token ids come from the host in a round's first pass, and from the device in later ones."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+
+    def drafted(gpu):
+        target, draft = (
+            backend_of(path, gpu=gpu, invariant=invariant) for path, invariant in zip(paths, (True, False), strict=True)
+        )
+        backend = TranslatedBackend(draft, target.info, order, torch.arange(2, 50))
+        drafting = DRAFTERS[drafter](DraftModel(backend, 64))
+        engine = make_engine(target, drafting, num_blocks=12, num_speculative_tokens=2, max_num_seqs=2)
+        requests = [([5, 6], replace(PARAMS[params], max_tokens=4, seed=seed)) for seed in (1, 2)]
+        texts = run(engine, requests)
+        return texts, engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens
+
+    assert drafted(gpu) == (expected := drafted(None))
+    assert min(expected[1:]) > 0
+
+
+@pytest.mark.slow
+def test_groups_of_a_pool_at_different_steps_share_their_passes(paths, gpu, monkeypatch):
+    """The token ids of a group's first pass are the host's, those of later passes the device's."""
+    joined, devices = shared_pass._joined, []
+
+    def noted(batches):
+        devices.append([batch.token_ids.device.type for batch in batches])
+        return joined(batches)
+
+    monkeypatch.setattr(shared_pass, "_joined", noted)
+
+    def drafted(gpu):
+        backend = backend_of(paths[1], gpu=gpu, invariant=False)
+        config = EngineConfig(num_blocks=40, num_speculative_tokens=2)
+        draft = DraftModel(backend, 64, cache=DraftCache(backend, config))
+        early, late = (RunAheadDrafter(draft, config) for _ in range(2))
+        for number, (drafter, num_passes) in enumerate([(early, 2), (late, 1)]):
+            params = replace(PLAIN, seed=number)
+            request = Request(str(number), [5, 6, 7 + number], 3, params)
+            run_in_process(drafter.propose([ProposeRow(request, 2)]))
+            for _ in range(num_passes):
+                shared_pass.advance_together([drafter], 100)
+        shared_pass.advance_together([late, early], 100)
+        branches = [drafter._branches for drafter in (early, late)]
+        return [[chain.token_ids for chain in one.chains([(one.contexts[0], i) for i in range(4)])] for one in branches]
+
+    assert drafted(gpu) == drafted(None)
+    assert devices == [["cpu", "cuda"], ["cpu", "cpu"]]
 
 
 def test_moved_entries_arrive_and_the_host_waits_for_nothing(gpu):

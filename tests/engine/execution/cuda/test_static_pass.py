@@ -44,10 +44,10 @@ def prefilled(backend, seed):
     return kv
 
 
-def static_pass(backend, kv, shape):
+def static_pass(backend, kv, shape, width=12):
     vocab = len(backend.model.vocab_slice)
     outputs = Outputs(torch.empty(64, vocab), torch.empty(64, dtype=torch.int64))
-    return StaticPass(backend.model, kv, shape, outputs)
+    return StaticPass(backend.model, kv, width, shape, outputs)
 
 
 def draws_for(count):
@@ -60,7 +60,7 @@ def draws_for(count):
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("shape", "drawn"),
-    [(Shape(2, 5, 3, 11), (0, 0, 0, 0)), (Shape(2, 5, 3, 11), (1, 1, 1, 1)), (Shape(3, 6, 4, 12), (1, 0, 0, 1))],
+    [(Shape(2, 5, 3), (0, 0, 0, 0)), (Shape(2, 5, 3), (1, 1, 1, 1)), (Shape(3, 6, 4), (1, 0, 0, 1))],
     ids=["tight", "tight, drawn", "padded, some drawn"],
 )
 def test_a_static_pass_gives_what_an_eager_pass_gives(backend, shape, drawn):
@@ -84,7 +84,7 @@ def test_a_static_pass_gives_what_an_eager_pass_gives(backend, shape, drawn):
 @torch.inference_mode()
 def test_results_stay_when_the_next_pass_is_computed(backend):
     kv = prefilled(backend, 1)
-    static = static_pass(backend, kv, Shape(1, 2, 0, 11))
+    static = static_pass(backend, kv, Shape(1, 2, 0))
     batch = next_tokens([BLOCKS], [40], 2, kv, 1000)
     first_batch = batch(0, torch.tensor([11]))
     static.fill(first_batch, None)
@@ -111,7 +111,7 @@ def test_ranks_compute_a_slice_each_and_draw_the_whole_models_tokens(is_drawn, t
     @torch.inference_mode()
     def compute(rank):
         kv = rank.allocate_kv(9, 16)
-        static = static_pass(rank, kv, Shape(8, 1, 0, 1))
+        static = static_pass(rank, kv, Shape(8, 1, 0))
         batch = build(rows, kv)
         static.fill(batch, draws)
         static.compute()
@@ -139,7 +139,7 @@ def test_a_static_pass_keeps_for_a_head_what_an_eager_pass_keeps(name, of_target
     one = EagerBackend(model if of_target else head_model(model))
     kv, other_kv = prefilled(one, 1), prefilled(one, 1)
     other_kv.states.copy_(kv.states.normal_())
-    static = static_pass(one, kv, Shape(3, 6, 4 if "tree" in name else 0, 12))
+    static = static_pass(one, kv, Shape(3, 6, 4 if "tree" in name else 0))
     for rows in HEAD_ROWS[name]:
         batch, other_batch = build(rows, kv), build(rows, other_kv)
         static.fill(batch, None)
@@ -159,7 +159,7 @@ def test_a_static_pass_of_blocks_gives_what_an_eager_pass_gives(kind, backend):
     one = EagerBackend(head_model(with_head(backend.model, random_head(backend.model, config))))
     kv, other_kv = prefilled(one, 1), prefilled(one, 1)
     other_kv.states.copy_(kv.states.normal_())
-    static = static_pass(one, kv, Shape(3, 9, 0, 12))
+    static = static_pass(one, kv, Shape(3, 9, 0))
     for rows in ([ForwardRow([11, *[60] * 4], 40, BLOCKS, 4), ForwardRow([3, 60, 60], 20, [13, 14], 2)],
                  [ForwardRow([7, 60], 17, [13, 14], 1)]):  # fmt: skip
         batch, other_batch = build(rows, kv), build(rows, other_kv)
@@ -204,7 +204,7 @@ def test_two_staging_buffers_take_turns(backend, monkeypatch):
     sent = []
     monkeypatch.setattr(Staging, "send", lambda self, packed, device: sent.append(packed))
     kv = prefilled(backend, 1)
-    static = static_pass(backend, kv, Shape(1, 2, 0, 11))
+    static = static_pass(backend, kv, Shape(1, 2, 0))
     batch = next_tokens([BLOCKS], [40], 3, kv, 1000)
     for step in range(3):
         static.fill(batch(step, torch.tensor([11 + step])), None)
@@ -215,7 +215,7 @@ def test_two_staging_buffers_take_turns(backend, monkeypatch):
 @torch.inference_mode()
 def test_logits_and_scores_are_returned_only_where_the_batch_needs_them(backend):
     kv = prefilled(backend, 1)
-    static = static_pass(backend, kv, Shape(2, 5, 0, 11))
+    static = static_pass(backend, kv, Shape(2, 5, 0))
     batch, draws = build(BATCHES["a chain"], kv), draws_for(5)
     static.fill(batch, draws)
     static.compute()

@@ -18,12 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.execution.cuda.kernels import product
+from engine.execution.cuda.kernels import draw_kernel, grouped_product, product
 from engine.execution.cuda.kernels import triton_attention as attention
 from engine.models.layers.layer_attention import AttentionParams
 
-SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
-"""The most that one block may use, by compute capability: A100, H100, B200."""
+SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""The most that one block may use, by compute capability: A100, L40S, H100, B200, RTX 5090."""
 PRODUCTS = {
     "8B": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)],
     "70B on a rank of 4": [(2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168), (32064, 8192)],
@@ -32,6 +32,18 @@ PRODUCTS = {
 """Outputs and inputs of the weights of Llama 3.1 and 3.2."""
 HEADS = {"8B": (32, 8, 128), "70B on a rank of 4": (16, 2, 128), "1B": (32, 8, 64)}
 """Query heads, key/value heads and their size."""
+SIZES = [
+    (32, 32, 42),
+    (71, 1, 64),
+    (32, 32, 80),
+    (32, 32, 96),
+    (28, 4, 128),
+    (32, 32, 144),
+    (24, 8, 192),
+    (8, 1, 256),
+    (16, 16, 256),
+]
+"""Those of other families: every size that keys are padded to, with one and with many query heads for each."""
 FORMATS = {"": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 _TYPES = {torch.bfloat16: "*bf16", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*u8"}
 _BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -79,13 +91,15 @@ def product_of(cc, count, shape, name, num_splits):
     return key, (product._multiply_kernel, types, constants | {"HAS_BIAS": False, "zeros": None}, cc), options
 
 
-def attention_of(cc, heads, length, *, is_fp8=False):
-    """Compile the kernels that attend to the chunks of rows of a length, and merge them."""
+def attention_of(cc, heads, length, dtype="bf16", *, is_fp8=False):
+    """Compile the kernels that attend to the parts of contexts of rows of a length, merge them, and write."""
     sizes = (*heads, heads[2], 16, length, 0)
-    constants, merged = attention.attention_constants(*sizes, AttentionParams(), is_fp8=is_fp8)
-    types = dict.fromkeys(("blocks", "limits", "positions", "extra"), "*i64") | {"scale": "fp32", "cap": "fp32"}
-    types |= dict.fromkeys(("query", "output", "sinks", "key", "value"), "*bf16") | {"slots": "*i64"}
-    types |= dict.fromkeys(("keys", "values"), "*u8" if is_fp8 else "*bf16") | {"partials": "*fp32", "stats": "*fp32"}
+    item_bytes = 4 if dtype == "fp32" else 2
+    constants, merged = attention.attention_constants(*sizes, AttentionParams(), item_bytes, is_fp8=is_fp8)
+    types = dict.fromkeys(("blocks", "limits", "positions", "extra"), "*i32") | {"scale": "fp32", "cap": "fp32"}
+    types |= dict.fromkeys(("query", "output", "sinks", "key", "value"), f"*{dtype}") | {"slots": "*i32"}
+    types |= dict.fromkeys(("keys", "values"), "*u8" if is_fp8 else f"*{dtype}")
+    types |= {"partials": "*fp32", "stats": "*fp32"}
     written = {"HEADS_PAD": heads[1]} | {name: constants[name] for name in ("KV_HEADS", "KEY_DIM", "KEY_PAD", "IS_FP8")}
     written |= {name: constants[name] for name in ("VALUE_DIM", "VALUE_PAD")}
     yield (
@@ -96,6 +110,31 @@ def attention_of(cc, heads, length, *, is_fp8=False):
     )
     yield "merge", compiled(attention._merge_kernel, types, merged, cc)
     yield "write", compiled(attention._write_kernel, types, written, cc)
+
+
+def others_of(cc):
+    """Compile the kernels that draw, that multiply by experts' weights, and that multiply by weights in groups."""
+    drawn = dict.fromkeys(("logits", "temperatures", "best", "scores"), "*fp32") | {"tokens": "*i64"}
+    drawn |= dict.fromkeys(("keys", "is_drawn", "ids", "token_ids"), "*i32") | {"output": "*fp32"}
+    yield "draw of a tile", (draw_kernel._tile_kernel, drawn, {"TILE": 1024}, cc), {}
+    yield "draw of a row", (draw_kernel._best_kernel, drawn, {"TILES": 128}, cc), {"enable_fp_fusion": True}
+    yield "noise", (draw_kernel._gumbel_kernel, drawn, {"TILE": 1024}, cc), {}
+    for rows_tile, is_packed in itertools.product((16, 64), (False, True)):
+        types = dict.fromkeys(("rows", "bias", "output"), "*bf16") | {"order": "*i64", "ends": "*i64"}
+        types |= {"weight": "*u8", "scales": "*u8"} if is_packed else {"weight": "*bf16", "scales": "*bf16"}
+        constants = {"EXPERTS_PAD": 128, "ROWS_TILE": rows_tile, "OUT_TILE": grouped_product._OUT_TILE}
+        constants |= {"INNER_TILE": 128 if is_packed else 64, "IS_PACKED": is_packed, "HAS_BIAS": False}
+        key = f"product of experts {'mxfp4' if is_packed else 'bf16'} {rows_tile}"
+        yield key, (grouped_product._grouped_kernel, types, constants, cc), {"num_stages": 4}
+    for (name, group, has_zeros), count in itertools.product((("int4", 128, True), ("fp8", 128, False)), (16, 128)):
+        shape = (4096, 4096)
+        constants = product.product_constants(count, *shape, FORMATS[name], shape[1] // group, 1, has_zeros)
+        types = dict.fromkeys(("rows", "scales", "bias", "output"), "*bf16") | {"weight": "*u8", "zeros": "*i8"}
+        options = {"num_stages": product.num_stages(constants, 2, SHARED_BYTES[cc])}
+        options["num_warps"] = product.num_warps(constants)
+        constants |= {"HAS_BIAS": False} | ({} if has_zeros else {"zeros": None})
+        key = f"product {name} in groups{' with zeros' * has_zeros} {constants['ROWS_TILE']}"
+        yield key, (product._multiply_kernel, types, constants, cc), options
 
 
 def main():
@@ -114,6 +153,14 @@ def main():
             for length, is_fp8 in itertools.product((1, 5, 512), (False, True)):
                 for kernel, numbers in attention_of(cc, heads, length, is_fp8=is_fp8):
                     table[f"sm_{cc} {kernel} {model} {'fp8' if is_fp8 else 'bf16'} length {length}"] = numbers
+        for key, arguments, options in others_of(cc) if is_whole else ():
+            table[f"sm_{cc} {key}"] = compiled(*arguments, **options)
+        forms = [(5, "bf16", False), (512, "bf16", False)]
+        forms += [(512, "fp32", False)] if cc == min(SHARED_BYTES, key=SHARED_BYTES.__getitem__) else []
+        for heads, (length, dtype, is_fp8) in itertools.product(SIZES if is_whole else (), forms):
+            _, numbers = next(attention_of(cc, heads, length, dtype, is_fp8=is_fp8))
+            size = f"{heads[0]}/{heads[1]} x {heads[2]}"
+            table[f"sm_{cc} attention {size} {'fp8' if is_fp8 else dtype} length {length}"] = numbers
     sys.stdout.write(
         "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()) + "\n}\n"
     )

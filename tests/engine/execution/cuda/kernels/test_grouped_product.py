@@ -39,7 +39,7 @@ def test_every_pair_is_multiplied_by_its_experts_weight(tokens, top_k, is_transp
     torch.testing.assert_close(biased.float(), on_cpu, rtol=0.01, atol=0.02)
 
 
-def test_no_bit_of_a_token_depends_on_the_others():
+def test_no_bit_of_a_token_depends_on_the_others(in_order):
     rows, index, weight = operands(90, 2)
     together, _ = multiply(rows, index, weight)
     for nth in (0, 41, 89):
@@ -55,7 +55,7 @@ def test_packed_weights_become_transformers_numbers(dtype, exponents):
     assert torch.equal(found, floats[1].to(dtype).float().T)
 
 
-def test_no_bit_of_a_product_with_packed_weights_depends_on_the_other_rows():
+def test_no_bit_of_a_product_with_packed_weights_depends_on_the_other_rows(in_order):
     rows, index, _ = operands(90, 2, inner=160)
     blocks, scales, floats = packed(5, 70, 160, (115, 124))
     together, _ = multiply(rows, index, blocks, scales=scales)

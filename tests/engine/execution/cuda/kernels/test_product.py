@@ -68,7 +68,7 @@ def test_quantised_weights_give_the_product_of_the_weights_that_they_stand_for(n
 
 
 @pytest.mark.parametrize("name", ["", *FORMATS])
-def test_a_row_has_the_same_bits_in_every_tile_of_rows(name):
+def test_a_row_has_the_same_bits_in_every_tile_of_rows(name, in_order):
     rows = numbers(70, 192)
     values, scales = quantised(name, 40, 192)[:2] if name else (numbers(40, 192), None)
     alone = product.multiply(rows[:1], values, None, scales=scales)

@@ -1,7 +1,10 @@
 """The Triton kernels, interpreted on the CPU, against torch's attention in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.execution.attention import additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
@@ -116,21 +119,47 @@ def test_a_token_at_a_place_that_is_not_attended_to_attends_to_itself(place):
     torch.testing.assert_close(found, kv.values[0][1, place].repeat_interleave(4, 0)[None])
 
 
-@pytest.mark.parametrize("form", ["plain", "a soft cap and sinks"])
-def test_no_bit_depends_on_the_rows_beside_it_or_on_the_split(form, monkeypatch):
-    """The tokens of a chain: alone, beside another row, and computed by one program each. More needs a GPU."""
-    params = PARAMS[form]
-    kv = context(90, 2, 16)
-    start, blocks = 129, [*range(1, 12)]
-    query = torch.randn(8, 5, 16)
-    (group,) = build([ForwardRow([1] * 5, start, blocks, 5)], kv).paged.groups
-    together = attend(group, query, kv, params)
-    (beside,) = build([ForwardRow([1] * 7, 2, [80], 7), ForwardRow([1] * 5, start, blocks, 5)], kv).paged.groups
-    wide = torch.randn(8, 14, 16)
-    wide[:, 7:12] = query
-    assert torch.equal(attend(beside, wide, kv, params)[7:12], together)
+TREE = [-1, -1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("form", "parents"), [("plain", None), ("a long window", TREE), ("a soft cap and sinks", TREE), ("a head's", None)]
+)
+def test_no_bit_depends_on_the_rows_beside_it_or_on_who_computes_a_part(form, parents, in_order, monkeypatch):
+    """A context of five chunks in three parts: alone, beside longer rows, cut into rows, and computed by one program.
+
+    More needs a GPU.
+    """
+    monkeypatch.setattr(paged_attention, "CHUNK", 32)
+    monkeypatch.setattr(paged_attention, "NUM_PARTS", 3)
+    params, kv, query = PARAMS[form], context(90, 1, 16), torch.randn(4, 5, 16)
+    params = params if params.sinks is None else params._replace(sinks=params.sinks[:4])
+    row = ForwardRow([1] * 5, 129, [*range(1, 12)], 5, parents)
+    (group,) = build([row], kv).paged.groups
+    alone = attend(group, query, kv, params)
+    beside = [ForwardRow([1] * 7, 310, [*range(40, 60)], 7), row, ForwardRow([1], 2, [80], 1)]
+    (wide,) = build(beside, kv).paged.groups
+    queries = torch.randn(4, 21, 16)
+    queries[:, 7:12] = query
+    assert torch.equal(attend(wide, queries, kv, params)[7:12], alone)
+    pieces = replace(group, rows=5, length=1, blocks=group.blocks.repeat(5, 1))
+    for name in ("positions", "places", "limits", "extra"):
+        tensor = getattr(group, name)
+        setattr(pieces, name, None if tensor is None else tensor.transpose(0, 1).contiguous())
+    assert torch.equal(attend(pieces, query, kv, params), alone)
     monkeypatch.setattr(paged_attention, "MAX_SPLIT_LENGTH", 0)
-    assert torch.equal(attend(group, query, kv, params), together)
+    assert torch.equal(attend(group, query, kv, params), alone)
+    assert torch.equal(attend(wide, queries, kv, params)[7:12], alone)
+
+
+def test_results_of_attention_take_no_more_memory_in_wider_tables(monkeypatch):
+    sizes, make = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **options: sizes.append(size) or make(size, **options))
+    kv = context(3, 2, 16)
+    for width in (2, 200, 9000):
+        (group,) = build([ForwardRow([1], 5, [1], 1)], kv).paged.groups
+        attend(replace(group, blocks=F.pad(group.blocks, (0, width))), torch.randn(8, 1, 16), kv)
+    assert [size[2] for size in sizes if isinstance(size, tuple)] == [1, 1, 32, 32, 32, 32]
 
 
 def test_keys_and_values_are_written_to_their_slots():
@@ -169,9 +198,9 @@ def test_attention_to_fp8_caches_is_that_to_the_numbers_they_hold(name):
         assert torch.equal(attend(group, query, kv)[is_real], attend(group, query, wide)[is_real])
 
 
-def test_more_chunks_than_programs_are_all_attended_to(monkeypatch):
-    """70 chunks by two programs, for rows beside each other; sharp queries, so that every chunk counts for some."""
-    monkeypatch.setattr(paged_attention, "MAX_PROGRAMS", 2)
+def test_more_chunks_than_parts_are_all_attended_to(monkeypatch):
+    """70 chunks in two parts, for rows beside each other; sharp queries, so that every chunk counts for some."""
+    monkeypatch.setattr(paged_attention, "NUM_PARTS", 2)
     monkeypatch.setattr(paged_attention, "CHUNK", 32)
     kv = context(142, 1, 16)
     rows = [

@@ -110,8 +110,8 @@ class AheadDrafter(EchoDrafter):
             raise RuntimeError("a pass failed")
         return self.num_left > 0
 
-    def stop(self):
-        self.calls.append("stop")
+    def forget(self):
+        self.calls.append("forget")
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_failure_ahead_costs_only_what_was_prepared(ahead):
     responder = DraftResponder(ahead, capacity=4, version=1)
     ahead.num_left = 0
     assert not responder.work()
-    assert ahead.calls == ["advance", "stop"]
+    assert ahead.calls == ["advance", "forget"]
 
 
 def test_replies_say_what_their_rounds_should_not_have_waited_for(monkeypatch):

@@ -60,3 +60,17 @@ class Counting:
     def run(self, batch, draws=None):
         self.passes.append(batch.token_ids.numel())
         return self.model.run(batch, draws)
+
+
+class Failing(Counting):
+    """A context model that fails after `num_left` more passes, once: the pass ends halfway, with wrong entries."""
+
+    num_left = -1
+
+    def run(self, batch, draws=None):
+        self.num_left -= 1
+        output = super().run(batch, draws)
+        if self.num_left == -1:
+            batch.paged.kv.keys[0].view(-1)[batch.paged.slots] = 7
+            raise RuntimeError("out of memory")
+        return output

@@ -51,15 +51,15 @@ class Counting:
     """A model that counts its forward passes and their tokens."""
 
     def __init__(self, model):
-        self.model = model
+        self._wrapped = model
         self.passes = []
 
     def __getattr__(self, name):
-        return getattr(self.model, name)
+        return getattr(self._wrapped, name)
 
     def run(self, batch, draws=None):
         self.passes.append(batch.token_ids.numel())
-        return self.model.run(batch, draws)
+        return self._wrapped.run(batch, draws)
 
 
 class Failing(Counting):

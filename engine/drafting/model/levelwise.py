@@ -227,13 +227,13 @@ class LevelwiseDrafter(ABC, Generic[T]):
     def grow(self, rows: Sequence[ProposeRow], batch: ForwardBatch) -> list[T]:
         """Return a tree per row; `batch` computes the tips, with a row of logits for each."""
         trees = [self.plant(row.request, row.num_draft_tokens) for row in rows]
-        for row, tree in zip(rows, trees, strict=True):
-            self.cache.prefixes[row.request.request_id].scratch = tree
         levels = [TreeLevel(row.request, tree, [TIP]) for row, tree in zip(rows, trees, strict=True)]
         while True:
             self.compute(batch, levels)
             levels = [TreeLevel(row.request, tree, tree.next_level()) for row, tree in zip(rows, trees, strict=True)]
             levels = [level for level in levels if level.nodes]
             if not levels:
+                for row, tree in zip(rows, trees, strict=True):
+                    self.cache.prefixes[row.request.request_id].scratch = tree
                 return trees
             batch = self.batch(levels)

@@ -145,6 +145,16 @@ def test_while_the_device_computes_the_responder_looks_for_requests_in_short_pau
     assert ahead.calls == ["50 us", "50 us", "advance"]
 
 
+def test_the_requests_of_a_proposal_that_fails_are_forgotten():
+    class Raising(EchoDrafter):
+        async def propose(self, rows):
+            raise MemoryError
+
+    responder = DraftResponder(drafter := Raising(), capacity=4, version=1)
+    assert isinstance(responder.answer(propose(1, WHOLE)), Failure)
+    assert drafter.released == [WHOLE.request_id]
+
+
 def test_a_failure_ahead_costs_only_what_was_prepared(ahead):
     responder = DraftResponder(ahead, capacity=4, version=1)
     ahead.num_left = 0

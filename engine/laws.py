@@ -1,8 +1,13 @@
 """check_rule and check_drafter: whether texts have the target's law with a rule or a drafter of your own.
 
-Thousands of short texts are generated with an engine over a target whose law is written down, and the frequencies of
+Hundreds of short texts are generated with an engine over a target whose law is written down, and the frequencies of
 their first tokens are compared with their joint law: the law of the first token alone would show neither a token that
-is accepted after a rejected one nor a bonus drawn from the wrong row.
+is accepted after a rejected one nor a bonus drawn from the wrong row. Frequencies show a bias of some 20 %, or a token
+in a hundred that the target never draws.
+
+Of a rule that `decide_by` makes, nothing is sampled in a second check: every draft of a round has its probability, the
+coins are spread evenly, and the laws that the last token would be drawn from are averaged (Rao-Blackwell). This shows a
+total variation of 0.5 %, as 1 % of another law mixed into the target's has.
 """
 
 import itertools
@@ -10,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,13 +27,18 @@ from engine.params import SamplingParams
 from engine.protocols import Draft, Drafter, NoDrafter, ProposeRow, Verdict, VerifyRow, chain, run_in_process
 from engine.sampling import noise
 from engine.sampling.logits import Run, draw
+from engine.verification.draft_rows import Accept, decide_by
 from engine.verification.rule import RULES, Rule
 from engine.verification.verifier import paths
 
-_VOCAB, _LENGTH, _NUM_DRAFTED, _NUM_TEXTS = 4, 3, 3, 1500
+_VOCAB, _LENGTH, _NUM_DRAFTED, _NUM_TEXTS = 4, 3, 3, 700
 _PROMPT = [0, 1, 2, 3, 1, 2]
 _LEAST_P_VALUE = 1e-7
 """A right rule or drafter fails by chance once in ten million comparisons."""
+_NUM_TOSSES, _MOST_APART = 8192, 0.003
+"""Rounds whose laws are averaged, and the total variation of a right rule's average, as coins are at so many places."""
+_NEVER = 3
+"""A token that the target never draws in some texts."""
 
 
 class LawError(PacelineError):
@@ -35,10 +46,15 @@ class LawError(PacelineError):
 
 
 def check_rule(rule: Rule) -> None:
-    """Raise LawError unless a rule leaves the text's law alone, with chains of right, of wrong and of sure drafts."""
-    target = _random_law(1)
-    for source, law in {"the target's law": target, "another law": _random_law(2), "no law at all": None}.items():
+    """Raise LawError unless a rule leaves the text's law alone, with right, wrong, sure and impossible drafts."""
+    target, other = _random_law(1), _random_law(2)
+    for source, law in {"the target's law": target, "another law": other, "no law at all": None}.items():
         _compare(_texts(target, rule, _LawDrafter(law, rule)), target, f"with drafts from {source}")
+    target[..., _NEVER], other[..., _NEVER] = 0, 9
+    target, other = target / target.sum(-1, keepdim=True), other / other.sum(-1, keepdim=True)
+    _compare(_texts(target, rule, _LawDrafter(other, rule)), target, "with drafts that the target never draws")
+    if isinstance(rule.decide, partial) and rule.decide.func is decide_by:
+        _check_round(rule.decide.args[0], [-1, -1] if rule.independent_siblings else [-1, 0])
 
 
 def check_drafter(
@@ -81,6 +97,50 @@ def _random_law(seed: int) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
+def _check_round(accept: Accept, parents: Sequence[int]) -> None:
+    """Raise LawError unless the tokens of one round have the target's law; see the module.
+
+    Args:
+        parents: of the drafts, whose tokens are drawn independently.
+    """
+    target = _random_law(1)
+    other = (-12 * target).softmax(-1)
+    count = _NUM_TOSSES // _VOCAB ** len(parents)
+    # An additive lattice: the powers of 1 / phi, where phi ** (d + 1) = phi + 1, fill d dimensions evenly.
+    phi = 2.0
+    for _ in range(50):
+        phi = (1 + phi) ** (1 / (len(parents) + 1))
+    places = torch.arange(1, count + 1, dtype=torch.float64).unsqueeze(-1)
+    coins = places * phi ** -torch.arange(1.0, len(parents) + 1, dtype=torch.float64)
+    heads: Counter[tuple[int, ...]] = Counter()
+    for number, tokens in enumerate(itertools.product(range(_VOCAB), repeat=len(parents))):
+        drafted = Draft(list(tokens), list(parents))
+        ends = [[*_PROMPT, *path][-2:] for path in paths(drafted)]
+        laws = [[law[tuple(end)].tolist() for end in ends] for law in (target, other)]
+        rows = [laws[1][parent + 1] for parent in parents]
+        prob = math.prod(row[token] for row, token in zip(rows, tokens, strict=True))
+        draft = replace(drafted, top_ids=[[*range(_VOCAB)]] * len(rows), top_probs=rows)
+        tossed = (coins + 0.618 * number).frac().flatten().float()
+        accepted, after = accept(torch.tensor(laws[0]).repeat(count, 1), tossed, [draft] * count)
+        for path, law in zip(accepted, (after / after.sum(-1, keepdim=True)).tolist(), strict=True):
+            for token, given in enumerate(law):
+                heads[*(tokens[node] for node in path), token] += prob * given / count
+    emitted: Counter[Hashable] = Counter()
+    for head, weight in heads.items():
+        for rest in itertools.product(range(_VOCAB), repeat=_LENGTH - len(head)):
+            emitted[*head, *rest] += weight * _prob(target, [*head, *rest], len(head))
+    expected = {tokens: _prob(target, tokens) for tokens in itertools.product(range(_VOCAB), repeat=_LENGTH)}
+    apart = sum(abs(emitted[tokens] - prob) for tokens, prob in expected.items()) / 2
+    if apart > _MOST_APART:
+        raise LawError(f"a round does not have the target's law: its total variation from it is {apart:.1%}")
+
+
+def _prob(law: Tensor, tokens: Sequence[int], start: int = 0) -> float:
+    """Return the probability of the tokens from `start` on, given the prompt and those before."""
+    text = [*_PROMPT[-2:], *tokens]
+    return math.prod(float(law[text[i], text[i + 1], text[i + 2]]) for i in range(start, len(tokens)))
+
+
 def _config(verification: str = "coupled") -> EngineConfig:
     return EngineConfig(
         num_speculative_tokens=_NUM_DRAFTED,
@@ -110,8 +170,7 @@ def _texts(target: Tensor, rule: Rule, drafter: Drafter) -> list[list[int]]:
 def _compare(texts: Sequence[Sequence[int]], target: Tensor, case: str) -> None:
     law: dict[Hashable, float] = {}
     for tokens in itertools.product(range(_VOCAB), repeat=_LENGTH):
-        text = [*_PROMPT[-2:], *tokens]
-        law[tokens] = math.prod(float(target[text[i], text[i + 1], token]) for i, token in enumerate(tokens))
+        law[tokens] = _prob(target, tokens)
     counts: Counter[Hashable] = Counter(map(tuple, texts))
     if (value := p_value(counts, law)) < _LEAST_P_VALUE:
         worst = max(law, key=lambda tokens: abs(counts[tokens] / len(texts) - law[tokens]))

@@ -104,8 +104,9 @@ class Decisions:
         given = []
 
         def accept(target_probs, coins, drafts):
-            given.extend([target_probs.tolist(), *self.accept(target_probs, coins, drafts)])
-            return given[1:]
+            accepted, laws = self.accept(target_probs, coins, drafts)
+            given.extend([target_probs.tolist(), accepted, laws.clone()])
+            return accepted, laws
 
         decisions = decide_by(accept, logits, runs, drafts, drawn)
         target_probs, accepted, laws = given

@@ -9,7 +9,7 @@ import torch
 
 from engine import check_drafter, check_rule
 from engine.drafting.copying.ngram import NgramDrafter
-from engine.laws import LawError, _LawDrafter, _random_law, p_value
+from engine.laws import LawError, _check_round, _LawDrafter, _random_law, p_value
 from engine.protocols import NoDrafter
 from engine.verification import rejection
 from engine.verification.draft_rows import decide_by, first_rows
@@ -68,8 +68,10 @@ def test_a_rule_whose_law_is_one_percent_anothers_or_whose_coins_are_slightly_lo
                 probs[row, draft.top_ids[0]] += 0.01 * torch.tensor(draft.top_probs[0])
         return right(probs, coins, drafts)
 
-    with pytest.raises(LawError, match="law"):
-        check_rule(replace(RULES[name], decide=partial(decide_by, accept)))
+    parents = [-1, -1] if RULES[name].independent_siblings else [-1, 0]
+    _check_round(right, parents)
+    with pytest.raises(LawError, match="a round's first token does not have the target's law: their total variation"):
+        _check_round(accept, parents)
 
 
 def test_a_rule_that_commits_the_drafts_token_instead_of_the_targets_fails():

@@ -166,10 +166,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
         """Learn which token was committed after a node."""
 
     def follow(self, request: Request, tree: T) -> tuple[int, Kept]:
-        """Return the last computed node of a tree that was committed, and the entries that stay; learn from both.
-
-        The tree counts as gone from the cache, because its entries are to be moved.
-        """
+        """Return a tree's last computed node that was committed, and the entries that stay; learn, and drop the tree."""
         node, indices = TIP, []
         for token in request.token_ids[tree.base :]:
             self.learn(request, tree, node, token)

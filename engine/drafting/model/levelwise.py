@@ -166,7 +166,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
         """Learn which token was committed after a node."""
 
     def follow(self, request: Request, tree: T) -> tuple[int, Kept]:
-        """Return a tree's last computed node that was committed, and the entries that stay; learn, and drop the tree."""
+        """Return a tree's last computed node that was committed, and the entries that stay; learn and drop the tree."""
         node, indices = TIP, []
         for token in request.token_ids[tree.base :]:
             self.learn(request, tree, node, token)

@@ -229,6 +229,8 @@ class Engine:
             drafts = await self._propose(plan, batch)
         except BaseException:
             self.scheduler.withdraw(batch)
+            for row in batch:  # what the drafter has computed of them is not known
+                self.drafter.release(row.request.request_id)
             raise
         proposed = self._clock()
         meanwhile()

@@ -1,8 +1,10 @@
 """check_rule and check_drafter: whether texts have the target's law with a rule or a drafter of your own.
 
-Thousands of short texts are generated with an engine over a target whose law is written down, and the frequencies of
+Hundreds of short texts are generated with an engine over a target whose law is written down, and the frequencies of
 their first tokens are compared with their joint law: the law of the first token alone would show neither a token that
-is accepted after a rejected one nor a bonus drawn from the wrong row.
+is accepted after a rejected one nor a bonus drawn from the wrong row. This shows a bias of some 20 %, and of 1 % if it
+is a token that the target never draws. Of a rule that `decide_by` makes, the laws that the last token would be drawn
+from are averaged (Rao-Blackwell), over all drafts and evenly spread coins: this shows a total variation of 0.4 %.
 """
 
 import itertools
@@ -10,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,13 +24,18 @@ from engine.params import SamplingParams
 from engine.protocols import Draft, Drafter, NoDrafter, ProposeRow, Verdict, VerifyRow, chain, run_in_process
 from engine.sampling import noise
 from engine.sampling.logits import Run, draw
+from engine.verification.draft_rows import Accept, decide_by
 from engine.verification.rule import RULES, Rule
 from engine.verification.verifier import paths
 
-_VOCAB, _LENGTH, _NUM_DRAFTED, _NUM_TEXTS = 4, 3, 3, 1500
+_VOCAB, _LENGTH, _NUM_DRAFTED, _NUM_TEXTS = 4, 3, 3, 700
 _PROMPT = [0, 1, 2, 3, 1, 2]
 _LEAST_P_VALUE = 1e-7
 """A right rule or drafter fails by chance once in ten million comparisons."""
+_NUM_TOSSES, _MOST_APART = 8192, 0.003
+"""Rounds whose laws are averaged, and the total variation of a right rule's average, as coins are at so many places."""
+_NEVER = 3
+"""A token that the target never draws in some texts."""
 
 
 class LawError(PacelineError):
@@ -35,10 +43,15 @@ class LawError(PacelineError):
 
 
 def check_rule(rule: Rule) -> None:
-    """Raise LawError unless a rule leaves the text's law alone, with chains of right, of wrong and of sure drafts."""
-    target = _random_law(1)
-    for source, law in {"the target's law": target, "another law": _random_law(2), "no law at all": None}.items():
+    """Raise LawError unless a rule leaves the text's law alone, with right, wrong, sure and impossible drafts."""
+    target, other = _random_law(1), _random_law(2)
+    for source, law in {"the target's law": target, "another law": other, "no law at all": None}.items():
         _compare(_texts(target, rule, _LawDrafter(law, rule)), target, f"with drafts from {source}")
+    target[..., _NEVER], other[..., _NEVER] = 0, 9
+    target, other = target / target.sum(-1, keepdim=True), other / other.sum(-1, keepdim=True)
+    _compare(_texts(target, rule, _LawDrafter(other, rule)), target, "with drafts that the target never draws")
+    if isinstance(rule.decide, partial) and rule.decide.func is decide_by:
+        _check_round(rule.decide.args[0], [-1, -1] if rule.independent_siblings else [-1, 0])
 
 
 def check_drafter(
@@ -79,6 +92,31 @@ def _random_law(seed: int) -> Tensor:
     """Return a law of the next token given the last two, [vocab, vocab, vocab]."""
     weights = torch.rand(_VOCAB, _VOCAB, _VOCAB, generator=torch.Generator().manual_seed(seed)) + 0.02
     return weights / weights.sum(-1, keepdim=True)
+
+
+def _check_round(accept: Accept, parents: Sequence[int]) -> None:
+    """Raise LawError unless the first token of a round has the target's law; see the module.
+
+    Args:
+        parents: of the drafts, whose tokens are drawn independently.
+    """
+    target = _random_law(1)
+    other, count = (-12 * target).softmax(-1), _NUM_TOSSES // _VOCAB ** len(parents)
+    # Multiples of the powers of 1 / phi, where phi ** 3 = phi + 1, are spread evenly over two dimensions.
+    coins = torch.arange(1, count + 1, dtype=torch.float64).unsqueeze(-1) * 1.3247179572 ** -torch.tensor([1.0, 2.0])
+    emitted = torch.zeros(_VOCAB)
+    for number, tokens in enumerate(itertools.product(range(_VOCAB), repeat=len(parents))):
+        drafted = Draft(list(tokens), list(parents))
+        ends = [tuple([*_PROMPT, *path][-2:]) for path in paths(drafted)]
+        rows = [other[ends[parent + 1]].tolist() for parent in parents]
+        weight = math.prod(row[token] for row, token in zip(rows, tokens, strict=True)) / count
+        draft = replace(drafted, top_ids=[[*range(_VOCAB)]] * len(rows), top_probs=rows)
+        probs, tossed = torch.stack([target[end] for end in ends]), (coins + 0.618 * number).frac().flatten().float()
+        accepted, laws = accept(probs.repeat(count, 1), tossed, [draft] * count)
+        for path, law in zip(accepted, laws, strict=True):
+            emitted += weight * (torch.eye(_VOCAB)[tokens[path[0]]] if path else law / law.sum())
+    if (apart := float((emitted - target[tuple(_PROMPT[-2:])]).abs().sum() / 2)) > _MOST_APART:
+        raise LawError(f"a round's first token does not have the target's law: their total variation is {apart:.1%}")
 
 
 def _config(verification: str = "coupled") -> EngineConfig:

@@ -161,10 +161,11 @@ class Scheduler:
 
     @property
     def _cohort(self) -> list[Sequence]:
-        """The running requests of the next round, oldest first."""
+        """The running requests of the next round, oldest first; those that wait may have no room beside them."""
         idle = [sequence for sequence in self.running if not sequence.is_in_flight]
-        if len(idle) > self._share:
-            idle = sorted(idle, key=lambda sequence: sequence.last_round)[: self._share]
+        share = -(-len(self.running) // self.num_cohorts)
+        if len(idle) > share:
+            idle = sorted(idle, key=lambda sequence: sequence.last_round)[:share]
         return idle
 
     def _running_of(self, batch: list[ScheduledRow]) -> list[Sequence]:

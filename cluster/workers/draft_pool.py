@@ -179,9 +179,11 @@ class DraftPool:
         current = {row.request.request_id for one in self._waiting for row in one.rows}
         requests = []
         for proposal in proposals:
-            if proposal.lease.ahead is not None:
-                proposal.lease.ahead.drop_next_pass()
-            able = [row.request for row in self._lacking(proposal) if self.cache.make_room(row, [], current)]
+            lacking, prefixes = self._lacking(proposal), self.cache.prefixes
+            held = [prefixes[row.request.request_id] for row in lacking if row.request.request_id in prefixes]
+            if proposal.lease.ahead is not None and any(prefix.scratch for prefix in held):
+                proposal.lease.ahead.stop()  # it prepares drafts for a shorter text, where this one is computed now
+            able = [row.request for row in lacking if self.cache.make_room(row, [], current)]
             proposal.is_caught_up = not able
             requests += able
         if not self.cache.compute_chunk(requests):
@@ -225,7 +227,7 @@ class DraftPool:
         except Exception:  # an error costs only prepared drafts
             logger.exception("Running ahead failed")
             for ahead in aheads:
-                ahead.stop()
+                ahead.forget()
         return bool(aheads)
 
     def _end_passes(self, but: PassesAhead | None = None) -> None:

@@ -110,9 +110,9 @@ class FeatureSource:
             places = range(start, min(end, start + max(1, _MAX_BYTES // row_bytes) - len(slots)))
             spans.append((request_id, start, end, len(slots) * row_bytes, (len(slots) + len(places)) * row_bytes))
             slots += [kv.slot(row.block_ids, place) for place in places]
-            num_sent[request_id] = start + len(places)
         with torch.inference_mode():
             rows = kv.states.flatten(0, 1)[torch.tensor(slots, dtype=torch.int64, device=kv.states.device)].cpu()
+        num_sent |= {request_id: start + (b - a) // row_bytes for request_id, start, _, a, b in spans}
         data = rows.flatten().view(torch.uint8).numpy().data
         entries = [FeatureRows(request_id, start, end, data[a:b]) for request_id, start, end, a, b in spans]
         dtype, released, self._released = str(rows.dtype).removeprefix("torch."), self._released, []
@@ -135,7 +135,10 @@ class FeatureSource:
         assert link is not None
         try:
             reply = await link.call(message)
-            for request_id in reply.request_ids if isinstance(reply, PrefixMissing) else ():
+            if not isinstance(reply, PrefixMissing):
+                self._forget_all(f"it replied {reply}")
+                return
+            for request_id in reply.request_ids:
                 self.num_sent.pop(request_id, None)
         except TransportError as error:
             if link is self._link:

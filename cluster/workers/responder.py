@@ -56,7 +56,7 @@ class DraftResponder:
 
     def answer(self, request: AnyRequest) -> AnyReply | None:
         """Return the reply to a request; None if it is for another version of the group."""
-        started = time.perf_counter()
+        started, read = time.perf_counter(), None
         try:
             read = self.read(request)
             if not isinstance(read, list):
@@ -67,6 +67,8 @@ class DraftResponder:
             return self.drafts(request, run_in_process(self._drafter.propose(read)), _since(started))
         except Exception as error:  # an error costs the Router one round's drafts, not this process
             logger.exception("Round %d failed", request.round)
+            for row in read if isinstance(read, list) else ():  # what is computed of them is not known
+                self._drafter.release(row.request.request_id)
             return failure(request, error, _since(started))
 
     def read(self, request: AnyRequest) -> list[ProposeRow] | AnyReply | None:
@@ -99,7 +101,7 @@ class DraftResponder:
             return self.ahead.advance()
         except Exception:  # as above: an error costs only prepared drafts
             logger.exception("Running ahead failed")
-            self.ahead.stop()
+            self.ahead.forget()
             return False
 
 

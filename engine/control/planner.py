@@ -86,7 +86,7 @@ class Planner:
             self.survival.forget(self._num_rounds - _REMEMBERED_ROUNDS)
         free = [request for request in decoding if not request.params.fixes_draft_length]
         copies: Mapping[str, int] = {}
-        if self._copier is not None and free:
+        if self._copier is not None:
             rows = [ProposeRow(request, limited(request, self.max_draft_tokens)) for request in free]
             copies = self._copier.plan_copies(rows, {row.request.request_id: self._expected(row) for row in rows})
         overlap = self._remote.overlap if self._remote is not None else "none"

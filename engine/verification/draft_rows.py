@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.execution.batch import depths
 from engine.protocols import Draft
 from engine.sampling import noise
-from engine.sampling.logits import Run, gumbel_rows, probabilities, shape
+from engine.sampling.logits import Run, draw, probabilities, shape
 
 Accept = Callable[[Tensor, Tensor, Sequence[Draft]], tuple[list[list[int]], Tensor]]
 """A rule, as a pure function of the coins.
@@ -50,7 +50,7 @@ def decide_by(
     shaped = shape(logits, runs)
     paths, law = accept(probabilities(shaped, runs), coins(runs, drafts, shaped.device), drafts)
     ends = [Run(run.request, [len(path)]) for run, path in zip(runs, paths, strict=True)]
-    final = (law.log() + gumbel_rows(ends, law, noise.RESIDUAL_STREAM)).argmax(-1).tolist()
+    final = draw(law.log(), ends, noise.RESIDUAL_STREAM).tolist()
     return [
         ([*(draft.token_ids[node] for node in path), token], path)
         for draft, path, token in zip(drafts, paths, final, strict=True)

@@ -2,8 +2,16 @@
 
 import itertools
 import math
+from dataclasses import replace
 
+import pytest
 import torch
+
+from engine.drafting.model.token_drawer import TOP_M
+from engine.sampling import noise
+from engine.verification.draft_rows import decide_by, draft_row, first_rows
+from engine.verification.rule import RULES
+from engine.verification.verifier import paths
 
 VOCAB, K = 3, 3
 
@@ -77,3 +85,61 @@ def shaped_law(logits, params, committed, prompt_length, end_ids=()):
             kept[token] = weights[token]
         before += weights[token] / total
     return [w / sum(kept) for w in kept]
+
+
+class Decisions:
+    """Every decision of a rule in an engine, checked as it is made; no law is sampled, so no bias is too small.
+
+    `accept` gets the target's own laws, and tokens that are the draws from the rows that came with them, in noise of
+    this round; the path that it accepts is committed, and the draw from the law that it returns. That such an `accept`
+    emits the target's law, tests/engine/verification shows by enumeration.
+    """
+
+    def __init__(self, monkeypatch, verification, model):
+        self.model, self.num_nodes, self.deepest, self.most_cut = model, 0, 0, 0
+        self.rule, (self.accept,) = RULES[verification], RULES[verification].decide.args
+        monkeypatch.setitem(RULES, verification, replace(self.rule, decide=self.decide))
+
+    def decide(self, logits, runs, drafts, drawn):
+        given = []
+
+        def accept(target_probs, coins, drafts):
+            accepted, laws = self.accept(target_probs, coins, drafts)
+            given.extend([target_probs.tolist(), accepted, laws.clone()])
+            return accepted, laws
+
+        decisions = decide_by(accept, logits, runs, drafts, drawn)
+        target_probs, accepted, laws = given
+        for run, draft, row, path, law, decision in zip(
+            runs, drafts, first_rows(drafts), accepted, laws, decisions, strict=True
+        ):
+            for nth, before in enumerate(paths(draft)):
+                assert target_probs[row + nth] == pytest.approx(self.law(run, before), abs=1e-5)
+            self.check_draft(run, draft)
+            final = self.draw(run, len(path), law.log(), noise.RESIDUAL_STREAM)
+            assert decision == ([*(draft.token_ids[node] for node in path), final], path)
+        return decisions
+
+    def law(self, run, before):
+        committed = [*run.request.token_ids, *before]
+        logits = self.model.law(committed).log().tolist()
+        return shaped_law(logits, run.params, committed, run.request.prompt_length, run.end_ids)
+
+    def check_draft(self, run, draft):
+        lanes = []  # the noise of independent chains differs by where they begin
+        for node, before in enumerate(paths(draft)[1:]):
+            ids, probs = draft_row(draft, node)
+            logits = torch.full((len(self.model.laws[0]),), -math.inf)
+            logits[ids] = torch.tensor(probs).log()
+            lanes.append(lanes[draft.parents[node]] if draft.parents[node] >= 0 else node)
+            lane = lanes[node] if self.rule.independent_siblings else 0
+            drawn = self.draw(run, len(before) - 1, logits, noise.DRAFT_STREAM, lane)
+            assert (sum(probs), drawn) == (pytest.approx(1), draft.token_ids[node])
+            self.num_nodes, self.deepest = self.num_nodes + 1, max(self.deepest, len(before))
+            self.most_cut += len(ids) == TOP_M
+
+    def draw(self, run, depth, logits, stream, lane=0):
+        tip, seed = len(run.request.token_ids), run.params.seed
+        keys = noise.keys([noise.round_seed(seed, tip, lane)], [tip + depth], stream, logits.device)
+        gumbel = noise.gumbel(keys, torch.arange(len(logits), dtype=torch.int32))[0]
+        return int((logits + (gumbel if run.params.temperature else 0)).argmax())

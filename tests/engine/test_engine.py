@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -9,13 +10,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import METHODS
 from engine.errors import DrafterError, TargetError
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft
+from engine.protocols import NO_DRAFT, Draft, NoDrafter, run_in_process
+from tests.engine.drafting.proposing import Failing
 from tests.engine.running import drafters, expected_tokens, make_engine, step
 from tests.engine.states import StateVerifier
 from tests.engine.targets import OrderedTarget, SlowDrafter, alternate
-from tests.fakes import ConstantDrafter, ContextModel
+from tests.fakes import ConstantDrafter, ContextModel, SelfDraftingModel
 
 STATES, VOCAB, EOS = 13, 7, 6
 
@@ -266,6 +270,64 @@ class StatefulEngineMachine(EngineMachine):
 
 TestStatefulEngineMachine = StatefulEngineMachine.TestCase
 TestStatefulEngineMachine.settings = settings(TestEngineMachine.settings, max_examples=80)
+
+
+def test_outputs_of_an_aborted_request_that_nobody_has_taken_are_dropped():
+    engine = make_engine(MODEL)
+    for name in "ab":
+        engine.add(name, [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
+    for _ in range(2):
+        run_in_process(engine.run_round())
+    engine.abort("a")
+    assert [output.request_id for output in engine.take_outputs()] == ["b", "b"]
+
+
+def test_a_drafter_that_raises_forgets_the_requests_of_its_round():
+    """A state of linear layers may be half a pass further than its drafter believes."""
+
+    class Raising(NoDrafter):
+        async def propose(self, rows):
+            raise MemoryError
+
+    engine = make_engine(MODEL, lambda _: Raising(), num_speculative_tokens=2)
+    engine.add("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
+    released = []
+    engine.drafter.release = released.append
+    with pytest.raises(MemoryError):
+        step(engine)
+    assert released == ["a"]
+
+
+@pytest.mark.parametrize("drafting", ["model", "tree", "self"])
+@pytest.mark.parametrize("num_cohorts", [1, 2])
+async def test_a_draft_pass_that_fails_costs_its_round_alone(drafting, num_cohorts):
+    """The draft is the target, so every later draft is accepted whole; few nodes of a tree are siblings."""
+    model = SelfDraftingModel(MODEL.laws, MODEL.laws, [EOS])
+    failing = model.thinned = Failing(model.thinned if drafting == "self" else ContextModel(MODEL.laws, [EOS]))
+    settings = {"drafting": drafting, "self_draft_layers": 1 if drafting == "self" else None}
+    make = None if drafting == "self" else lambda config: METHODS[drafting].make(config, DraftModel(failing))
+    engine = make_engine(model, make, num_speculative_tokens=4, block_size=4, **settings)
+    alternate(engine, num_cohorts)
+    requests = [([nth, 1, 2], SamplingParams(seed=nth, max_tokens=200, ignore_eos=True)) for nth in range(4)]
+    for nth, request in enumerate(requests):
+        engine.add(str(nth), *request)
+    seen, accepted = {str(nth): [] for nth in range(4)}, {turn: [] for turn in range(6)}
+    for nth_round in itertools.count():
+        if not engine.has_work:
+            break
+        if nth_round % 6 == 0:
+            failing.num_left = nth_round // 6 % 5
+        try:
+            outputs = await engine.step()
+        except RuntimeError:
+            continue
+        for output in outputs:
+            seen[output.request_id] += output.token_ids
+            if len(seen[output.request_id]) < 190:
+                accepted[nth_round % 6].append(output.num_accepted_tokens)
+    assert seen == {str(nth): expected_tokens(MODEL, *request) for nth, request in enumerate(requests)}
+    assert len(accepted[0]) < len(accepted[5]), "no pass has failed"
+    assert min(accepted[4] + accepted[5]) >= (3 if drafting == "tree" else 4)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
 """check_rule and check_drafter: right ones pass, wrong ones fail with the figures."""
 
+import random
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from engine import check_drafter, check_rule
 from engine.drafting.copying.ngram import NgramDrafter
-from engine.laws import LawError, _LawDrafter, _random_law, p_value
+from engine.laws import LawError, _check_round, _LawDrafter, _random_law, p_value
 from engine.protocols import NoDrafter
 from engine.verification import rejection
-from engine.verification.draft_rows import decide_by
+from engine.verification.draft_rows import decide_by, first_rows
 from engine.verification.rule import RULES, Rule
 
 
@@ -35,6 +37,41 @@ def evened(draft):
 def test_a_rule_that_changes_the_law_fails(accept):
     with pytest.raises(LawError, match=r"law with drafts from .*: [\d.]+ ?% of [\d,]+ begin with the tokens \(\d"):
         check_rule(Rule(partial(decide_by, accept), needs_draft_rows=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_commits_the_drafts_first_token_in_one_round_of_a_hundred_fails(name):
+    def decide(logits, runs, drafts, drawn):
+        decisions = RULES[name].decide(logits, runs, drafts, drawn)
+        return [
+            (draft.token_ids[:1], []) if draft.token_ids and chance.random() < 0.01 else decision
+            for draft, decision in zip(drafts, decisions, strict=True)
+        ]
+
+    chance = random.Random(1)
+    with pytest.raises(LawError, match="with drafts that the target never draws"):
+        check_rule(replace(RULES[name], decide=decide))
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.needs_draft_rows])
+@pytest.mark.parametrize("bias", ["mixed", "coins"])
+def test_a_rule_whose_law_is_one_percent_anothers_or_whose_coins_are_slightly_low_fails(name, bias):
+    (right,) = RULES[name].decide.args
+
+    def accept(target_probs, coins, drafts):
+        if bias == "coins":
+            return right(target_probs, 0.97 * coins, drafts)
+        probs = target_probs.clone()
+        for row, draft in zip(first_rows(drafts), drafts, strict=True):
+            if draft.token_ids:
+                probs[row] *= 0.99
+                probs[row, draft.top_ids[0]] += 0.01 * torch.tensor(draft.top_probs[0])
+        return right(probs, coins, drafts)
+
+    parents = [-1, -1] if RULES[name].independent_siblings else [-1, 0]
+    _check_round(right, parents)
+    with pytest.raises(LawError, match="a round's first token does not have the target's law: their total variation"):
+        _check_round(accept, parents)
 
 
 def test_a_rule_that_commits_the_drafts_token_instead_of_the_targets_fails():

@@ -1,6 +1,7 @@
 """Two rounds in flight: the text is that of one round after the other, for every drafter and rule."""
 
 import asyncio
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -84,6 +85,15 @@ async def test_cohorts_differ_by_one_request_at_most_and_one_after_the_other_is_
     texts = await texts_of(engine, requests := long_requests(9))
     assert texts == {str(nth): expected_tokens(TARGET, *request) for nth, request in enumerate(requests)}
     assert engine.verifier.sizes[:16] == [5, 4] * 8
+
+
+async def test_cohorts_become_equal_while_requests_wait_for_blocks():
+    """The first round has taken the blocks of most of those that start at once."""
+    engine = make_alternating(TARGET, None, num_speculative_tokens=0, num_blocks=60, block_size=4)
+    await texts_of(engine, [([nth % 5, 1, 2] * 3, request) for nth, (_, request) in enumerate(long_requests(64))])
+    assert engine.verifier.sizes[1:7] == [10] * 6
+    sizes = engine.verifier.sizes[1:40]
+    assert max(abs(one - other) for one, other in itertools.pairwise(sizes)) <= 2
 
 
 async def test_every_call_ends_a_round():

@@ -41,11 +41,11 @@ class TargetTreeDrafter(TreeDrafter):
         able = self._in_target.able(rows)
         planned = [ProposeRow(row.request, row.draft.num_deferred) for row in able]
         names = [row.request.request_id for row in able]
+        last = [(row.request, self.tree_of(row.request.request_id)) for row in planned]
         tables = (CachedPrefix(block_ids=block_table(row.block_ids)) for row in able)
         self.cache.prefixes = OrderedDict(zip(names, tables, strict=True))
-        for row in planned:
-            if (sent := self.sent.get(row.request.request_id)) is not None:
-                self.follow(row.request, sent)
+        for request, tree in last:
+            if tree is not None:
+                self.follow(request, tree)
         trees = self.grow(planned, self._in_target.tips(able)) if able else []
-        self.sent = dict(zip(names, trees, strict=True))
         return with_drafts(rows, able, [tree.draft() for tree in trees])

@@ -43,9 +43,7 @@ def complete_chains(
     """Draw until every row's chain has `num_draft_tokens` tokens; at least one is missing in each."""
     requests = [row.request for row in rows]
     prefixes = [cache.prefixes[request.request_id] for request in requests]
-    lengths = [len(chain.token_ids) for chain in chains]
-    counts = [row.num_draft_tokens - length for row, length in zip(rows, lengths, strict=True)]
+    counts = [row.num_draft_tokens - len(chain.token_ids) for row, chain in zip(rows, chains, strict=True)]
     batch = run_in_process(cache.catch_up(requests, [chain.token_ids for chain in chains]))
     drawer.extend(batch, requests, [prefix.block_ids for prefix in prefixes], chains, counts)
-    for prefix, chain, length in zip(prefixes, chains, lengths, strict=True):
-        prefix.token_ids += chain.token_ids[length:-1]  # the last draft token is not computed yet
+    cache.hold(requests, [chain.token_ids[:-1] for chain in chains])  # the last draft token is not computed yet

@@ -32,6 +32,8 @@ class CachedPrefix:
         num_committed: how many tokens were committed at the last comparison; these never change.
         source_length: the number of source tokens at the start; they are cached together.
         slot: has the state of linear layers after `num_in_state` tokens; 0 without such layers.
+        scratch: whose entries lie behind the tokens: the request's last tree, or the context whose branches grow; None
+            once anything else is computed there.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -40,6 +42,7 @@ class CachedPrefix:
     source_length: int = 0
     slot: int = 0
     num_in_state: int = 0
+    scratch: object = None
 
 
 class Text(NamedTuple):
@@ -95,6 +98,7 @@ class DraftCache:
             return False
         prefix = self.prefixes.setdefault(request.request_id, CachedPrefix(source_length=request.source_length))
         self.prefixes.move_to_end(request.request_id)
+        prefix.scratch = None
         text = Text(request.token_ids, drafted)
         length_kept = common_length(prefix, text)
         if self.kv.linear is not None:
@@ -129,6 +133,7 @@ class DraftCache:
     def trim(self, request_id: str, length: int | None = None) -> None:
         """Free a request's blocks beyond `length` tokens, by default beyond its cached prefix."""
         prefix = self.prefixes[request_id]
+        prefix.scratch = None
         kept = self._blocks_for(len(prefix.token_ids) if length is None else length)
         self.free_blocks += prefix.block_ids[kept:]
         del prefix.block_ids[kept:]
@@ -139,15 +144,18 @@ class DraftCache:
         """Compute all but the last committed and `drafted` tokens of every request, yielding after every pass.
 
         Returns:
-            The remaining pass: the last tokens, with a row of logits for each request. The caller runs it next.
+            The remaining pass: the last tokens, with a row of logits for each request. `hold` counts them as cached.
         """
         prefixes, texts = self._texts(requests, drafted)
         while self._compute_chunk(prefixes, texts):
             yield
         tips = [_row(text, prefix, text.length, num_logits=1) for text, prefix in zip(texts, prefixes, strict=True)]
-        for prefix, tip in zip(prefixes, tips, strict=True):
-            prefix.token_ids += tip.token_ids
         return build(tips, self.kv, carries=True)
+
+    def hold(self, requests: Sequence[Request], drafted: Iterable[Sequence[int]] = itertools.repeat(())) -> None:
+        """Count committed and `drafted` tokens as cached, once the passes that compute them are launched."""
+        for prefix, text in zip(*self._texts(requests, drafted), strict=True):
+            prefix.token_ids += text.slice(len(prefix.token_ids), text.length)
 
     def compute_chunk(self, requests: Sequence[Request]) -> bool:
         """Compute one pass of what `catch_up` would compute; return False if there was nothing but its last pass."""

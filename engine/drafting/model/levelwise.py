@@ -5,9 +5,9 @@ their final slots when the next proposal brings the committed tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -123,8 +123,6 @@ class LevelwiseDrafter(ABC, Generic[T]):
         self.width = config.tree_width or TREE_WIDTH
         self._backend = draft.backend
         self.cache, self._drawer = self.parts(draft, config)
-        self.sent: dict[str, T] = {}
-        """The last tree of each request."""
 
     def parts(self, draft: DraftModel, config: EngineConfig) -> tuple[DraftCache, TokenDrawer]:
         """Return the cache of the trees' entries and the drawer of their tokens."""
@@ -134,21 +132,24 @@ class LevelwiseDrafter(ABC, Generic[T]):
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a tree per row; empty if the context or the cache is full."""
         with torch.inference_mode():
-            trees = [(row.request, self.sent.pop(row.request.request_id, None)) for row in rows]
-            # A request that was not in every proposal may have been evicted.
-            held = [(request, tree) for request, tree in trees if tree and request.request_id in self.cache.prefixes]
-            self.keep(self.follow(request, tree)[1] for request, tree in held)
+            trees = [(row.request, self.tree_of(row.request.request_id)) for row in rows]
+            self.keep([self.follow(request, tree)[1] for request, tree in trees if tree])
             current = {row.request.request_id for row in rows}
             able = [row for row in rows if row.num_draft_tokens and self.cache.make_room(row, [], current)]
             if able:
-                grown = self.grow(able, run_in_process(self.cache.catch_up([row.request for row in able])))
-                self.sent.update({row.request.request_id: tree for row, tree in zip(able, grown, strict=True)})
-            sent = [self.sent.get(row.request.request_id) for row in rows]
-            return [tree.draft() if tree else NO_DRAFT for tree in sent]
+                requests = [row.request for row in able]
+                self.grow(able, run_in_process(self.cache.catch_up(requests)))
+                self.cache.hold(requests)
+            grown = [self.tree_of(row.request.request_id) for row in rows]
+            return [tree.draft() if tree else NO_DRAFT for tree in grown]
+
+    def tree_of(self, request_id: str) -> T | None:
+        """Return the request's last tree, as long as the cache holds its entries."""
+        prefix = self.cache.prefixes.get(request_id)
+        return None if prefix is None else cast("T | None", prefix.scratch)
 
     def release(self, request_id: str) -> None:
         """Free a request's blocks."""
-        self.sent.pop(request_id, None)
         self.cache.release(request_id)
         self._drawer.release(request_id)
 
@@ -165,7 +166,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
         """Learn which token was committed after a node."""
 
     def follow(self, request: Request, tree: T) -> tuple[int, Kept]:
-        """Return the last computed node of a tree that was committed, and the entries that stay; learn from both."""
+        """Return a tree's last computed node that was committed, and the entries that stay; learn and drop the tree."""
         node, indices = TIP, []
         for token in request.token_ids[tree.base :]:
             self.learn(request, tree, node, token)
@@ -174,19 +175,21 @@ class LevelwiseDrafter(ABC, Generic[T]):
                 break
             node = child
             indices.append(tree.compute_index(node))
-        accepted = request.token_ids[tree.base : tree.base + len(indices)]
-        return node, Kept(self.cache.prefixes[request.request_id], tree.base, accepted, indices)
+        prefix, accepted = self.cache.prefixes[request.request_id], request.token_ids[tree.base :][: len(indices)]
+        prefix.scratch = None
+        return node, Kept(prefix, tree.base, accepted, indices)
 
-    def keep(self, kept: Iterable[Kept]) -> None:
+    def keep(self, kept: Collection[Kept]) -> None:
         """Move entries that stay to their final slots."""
         sources, targets = [], []
-        for prefix, base, token_ids, compute_indices in kept:
+        for prefix, base, _, compute_indices in kept:
             moved = [(base + index, base + i) for i, index in enumerate(compute_indices) if index != i]
             sources += [self.cache.kv.slot(prefix.block_ids, source) for source, _ in moved]
             targets += [self.cache.kv.slot(prefix.block_ids, target) for _, target in moved]
-            prefix.token_ids += token_ids
         if sources:
             self.cache.kv.move(sources, targets)
+        for entries in kept:
+            entries.prefix.token_ids += entries.token_ids
 
     def batch(self, levels: Sequence[TreeLevel[T]]) -> ForwardBatch:
         """Return the pass that computes a level: a node attends to the committed tokens, its path and itself."""
@@ -227,5 +230,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
             levels = [TreeLevel(row.request, tree, tree.next_level()) for row, tree in zip(rows, trees, strict=True)]
             levels = [level for level in levels if level.nodes]
             if not levels:
+                for row, tree in zip(rows, trees, strict=True):
+                    self.cache.prefixes[row.request.request_id].scratch = tree
                 return trees
             batch = self.batch(levels)

@@ -24,7 +24,7 @@ from engine.drafting.model.token_drawer import likeliest
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Request
 from engine.sampling import noise
-from engine.sampling.logits import Run, noised, shape
+from engine.sampling.logits import Run, draw, noised, shape
 from engine.verification.rule import rule_of
 
 _PRIOR_RATES = (0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01)
@@ -125,7 +125,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
             chain_indices = [position % self.width for _ in run.depths for position in next(row_children)]
             seeds = [noise.round_seed(seed, tip, chain) for chain in chain_indices]
             draws.append(Run(run.request, list(run.depths[:1]) * len(seeds), seeds=seeds))
-        tokens = iter(noised(sparse[repeated], draws, noise.DRAFT_STREAM).argmax(-1).tolist())
+        tokens = iter(draw(sparse[repeated], draws, noise.DRAFT_STREAM).tolist())
         return [list(itertools.islice(tokens, len(positions))) for positions in children]
 
     def _rows_of(

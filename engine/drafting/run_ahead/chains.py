@@ -83,11 +83,6 @@ class RunAheadDrafter(PassesAhead):
 
     def stop(self) -> None:
         """Drop all branches."""
-        if self._next_pass is not None and self._branches is None:
-            # `catch_up` has counted the last tokens as computed, and now this pass is not launched.
-            length = max(group.length for group in self._next_pass.batch.paged.groups)
-            for context in self._contexts.values():
-                del context.prefix.token_ids[-length:]
         self._contexts = {}
         self._branches = self._work = self._next_pass = self._unsettled = None
 
@@ -194,6 +189,8 @@ class RunAheadDrafter(PassesAhead):
             request.request_id: DraftContext(request, answer.chain, self.cache.prefixes[request.request_id])
             for request, answer in zip(requests, answers, strict=True)
         }
+        for context in self._contexts.values():
+            context.prefix.scratch = context
         self._work = self._grow(list(self._contexts.values()))
 
     def _grow(self, contexts: Sequence[DraftContext]) -> Work:
@@ -227,7 +224,12 @@ class RunAheadDrafter(PassesAhead):
         paths = [[tokens] for tokens in drafted]
         runs = functools.partial(self._drawer.runs, requests, depths, lambda: paths)
         drawn: list[Drawn] = []
-        yield Pass(self._drawer, batch, draws, runs, drawn.append)
+
+        def take(tips: Drawn) -> None:
+            self.cache.hold(requests, drafted)
+            drawn.append(tips)
+
+        yield Pass(self._drawer, batch, draws, runs, take)
         (tips,) = (one.ranking for one in drawn)
         assert tips is not None
         self._predictor.rank(contexts, tips)

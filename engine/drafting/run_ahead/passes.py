@@ -133,6 +133,8 @@ class PassesAhead(ABC):
         self._launched: float | None = None
         self._is_mid_pass = False
         self._num_passes = 0
+        self._proposed: list[str] = []
+        """The requests of the last proposal."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a draft per row; empty if the context or the cache is full."""
@@ -141,6 +143,7 @@ class PassesAhead(ABC):
         self._launched = None
         with torch.inference_mode():
             self.settle()
+            self._proposed = [row.request.request_id for row in rows]
             # Rows are used until the next proposal, and by then the requests' owner may have appended tokens.
             drafts = self._propose([replace(row, request=row.request.copy()) for row in rows], arrived)
         self._pace.observe_answer()
@@ -199,10 +202,11 @@ class PassesAhead(ABC):
         self._num_passes += 1
         self.stats.num_forwards += 1
 
-    def drop_next_pass(self) -> None:
-        """Drop what is prepared if a pass of it was not launched: its tokens count as cached, and are not."""
-        if self._next_pass is not None:
-            self.stop()
+    def forget(self) -> None:
+        """Forget the requests of the last proposal after an error: what the cache holds of them is not known."""
+        self.stop()
+        for request_id in self._proposed:
+            self.release(request_id)
 
     def end_pass(self) -> None:
         """Note that the device gets something else to do; time the pass that was launched, if it is over."""

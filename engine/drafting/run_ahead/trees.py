@@ -62,10 +62,8 @@ class RunAheadTreeDrafter(PassesAhead):
     def _propose(self, rows: list[ProposeRow], arrived: float) -> list[Draft]:
         self._take_results()
         if not self.runs_ahead:
-            self._grower.sent |= self._trees
             self.stop()
             return run_in_process(self._grower.propose(rows))
-        self._grower.sent.clear()
         self._work = None
         before = {name: len(row.request.token_ids) for name, row in self._rows.items()}
         self._rows = {row.request.request_id: row for row in rows}
@@ -92,8 +90,8 @@ class RunAheadTreeDrafter(PassesAhead):
         reasons: set[str | None] = set()
         for name, row in self._rows.items():
             reason: str | None = "unprepared" if name in before else "stale"
-            if name in trees:
-                reason = self._cut(row, trees.pop(name))
+            if (tree := trees.pop(name, None)) is not None and self._grower.tree_of(name) is tree:
+                reason = self._cut(row, tree)
             if row.num_draft_tokens:
                 self._count(reason)
             reasons.add(reason)
@@ -125,6 +123,7 @@ class RunAheadTreeDrafter(PassesAhead):
         self._grower.keep(kept.values())
         for name, entries in kept.items():
             self.cache.trim(name, entries.base + len(entries.compute_indices))
+            entries.prefix.scratch = self._trees.get(name)
 
     def _drafted(self) -> list[tuple[ProposeRow, BestFirstTree]]:
         limit = self._backend.info.max_model_len
@@ -146,6 +145,7 @@ class RunAheadTreeDrafter(PassesAhead):
         if levels := self._uncomputed():
             batch = run_in_process(self.cache.catch_up([level.request for level in levels]))
             self._compute_late(batch, levels)
+            self.cache.hold([level.request for level in levels])
 
     def _grow_late(self) -> bool:
         """Compute another level of all trees while the target waits; return whether there was room for it."""
@@ -169,7 +169,8 @@ class RunAheadTreeDrafter(PassesAhead):
         for row in rows:
             name = row.request.request_id
             if name not in self._trees and self.cache.make_room(row, [], self._rows):
-                self._trees[name] = self._grower.plant(row.request, row.num_draft_tokens or self._num_nodes)
+                tree = self._grower.plant(row.request, row.num_draft_tokens or self._num_nodes)
+                self._trees[name] = self.cache.prefixes[name].scratch = tree
 
     def _uncomputed(self) -> list[TreeLevel[BestFirstTree]]:
         return [
@@ -189,6 +190,7 @@ class RunAheadTreeDrafter(PassesAhead):
 
     def _compute_ahead(self, batch: ForwardBatch, levels: list[TreeLevel[BestFirstTree]]) -> Work:
         self._under_way = functools.partial(self._grower.add_children, levels, self._grower.launch(batch, levels))
+        self.cache.hold([level.request for level in levels])
         yield None
         self._take_results()
 

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,17 +20,27 @@ from cluster.protocol.messages import (
     Verify,
 )
 from cluster.workers.draft_pool import CHUNK, DraftPool, SharedCache, share_rows
+from cluster.workers.responder import DraftResponder
 from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
+from engine.drafting.model.token_drawer import TOP_M
+from engine.drafting.model.translated import TranslatedBackend
+from engine.drafting.registry import choose_method
 from engine.params import SamplingParams
+from engine.verification.verifier import paths
 from tests.engine.conftest import VOCAB
-from tests.engine.drafting.proposing import Counting, context_model, propose, row
+from tests.engine.drafting.model.test_translated import Foreign
+from tests.engine.drafting.model.test_tree_drafter import check
+from tests.engine.drafting.proposing import Counting, Failing, context_model, propose, row
+from tests.engine.drafting.run_ahead.test_trees import target_path
 
 K = 4
 MODEL = context_model(1)
 PARAMS = SamplingParams(temperature=0.8, seed=3)
+ORDER = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))
+"""The ids of the model's tokens under another tokenizer."""
 
 
 class Clock:
@@ -45,12 +56,16 @@ class Clock:
 class Pool:
     """A pool, what its groups were answered, and at what time."""
 
-    def __init__(self, *, run_ahead: bool = False, num_groups: int = 4, **settings: object) -> None:
+    def __init__(
+        self, *, run_ahead: bool = False, num_groups: int = 4, worker=DraftPool, is_translated=False, **settings: object
+    ) -> None:
         options = {"num_blocks": 1000, "block_size": 4, "max_num_seqs": 8, "num_speculative_tokens": K} | settings
         self.config = EngineConfig(**options)
-        self.model = Counting(MODEL)
+        self.model = Failing(MODEL)
         self.clock = Clock(self.model)
-        self.pool = DraftPool(DraftModel(self.model, run_ahead=run_ahead), self.config, clock=self.clock)
+        foreign = Foreign(self.model, ORDER)
+        model = TranslatedBackend(foreign, MODEL.info, ORDER, torch.arange(VOCAB)) if is_translated else self.model
+        self.pool = worker(DraftModel(model, VOCAB, run_ahead=run_ahead), self.config, clock=self.clock)
         self.replies: dict[int, list] = {}
         self.times: dict[int, list[float]] = {}
         self.seen: dict[tuple[int, str], int] = {}
@@ -284,53 +299,146 @@ def test_an_error_costs_the_groups_of_that_pass_their_drafts_and_no_one_the_pool
     assert pool.drafts(1) == fresh(row(text(10)))
 
 
-@pytest.mark.parametrize(
-    ("run_ahead", "num_blocks", "chunk", "k"),
-    [(False, 1000, 24, 4), (False, 60, 1024, 4), (True, 60, 1024, 4), (True, 1000, 24, 10), (True, 60, 24, 10)],
-)
-def test_whatever_others_do_a_groups_drafts_are_those_of_a_fresh_drafter(run_ahead, num_blocks, chunk, k):
-    """Four groups at random: verdicts of every kind, texts of every length that grow without drafts, too, leave, join.
+class OwnWorker:
+    """A group's own draft worker, as if it were a pool of one."""
 
-    A draft may be short or empty, never other; and no block is used twice or lost.
+    def __init__(self, draft, config, *, clock) -> None:
+        self.drafter = choose_method(config, has_draft_model=True).make(config, draft)
+        self.cache = self.drafter.cache
+        self.responder = DraftResponder(self.drafter, capacity=64, version=1)
+
+    def join(self, version, capacity) -> None:
+        assert version == 1
+
+    def submit(self, version, request, answer) -> None:
+        answer(self.responder.answer(request))
+
+    def step(self) -> bool:
+        return self.responder.work()
+
+    def leave(self, version) -> None:
+        for name in list(self.cache.prefixes):
+            self.drafter.release(name)
+
+
+CHAINS, TREES = {}, {"drafting": "tree"}
+SAMPLED = [{"verification": "rejection"}, {"verification": "block"}]
+SAMPLED_TREES = [TREES | {"verification": "rejection"}, TREES | {"verification": "k_sequential"}]
+
+
+def check_right(draft, one, settings):
+    """Assert that a draft may be short or empty, but not other than a fresh drafter's."""
+    tokens, before = one.request.token_ids, paths(draft)
+    if settings in SAMPLED_TREES:  # their shapes depend on earlier rounds
+        for node, parent in enumerate(draft.parents):
+            if parent not in draft.parents[:node] or settings["verification"] == "k_sequential":
+                kept, ids = MODEL.law([*tokens, *before[parent + 1]]).pow(1 / PARAMS.temperature).topk(TOP_M)
+                law = dict(zip(ids.tolist(), (kept / kept.sum()).tolist(), strict=True))
+                row = dict(zip(draft.top_ids[node], draft.top_probs[node], strict=True))
+                assert row == pytest.approx(law, rel=1e-3)
+    elif settings == TREES:
+        check(draft, tokens, PARAMS, MODEL)
+    else:
+        count = len(draft.token_ids)
+        (whole,) = fresh(replace(one, num_draft_tokens=max(one.num_draft_tokens, 1)), **settings)
+        assert draft.token_ids == whole.token_ids[:count]
+        assert (draft.top_ids or []) == (whole.top_ids or [])[:count]
+
+
+@pytest.mark.parametrize(
+    ("worker", "settings", "is_translated", "run_ahead", "num_blocks", "chunk", "k"),
+    [
+        (DraftPool, CHAINS, False, False, 1000, 24, 4),
+        (DraftPool, CHAINS, False, False, 60, 1024, 4),
+        (DraftPool, CHAINS, False, True, 60, 1024, 4),
+        (DraftPool, CHAINS, False, True, 1000, 24, 10),
+        (DraftPool, CHAINS, False, True, 60, 24, 10),
+        (DraftPool, CHAINS, True, True, 1000, 24, 10),
+        (DraftPool, TREES, False, True, 1000, 24, 4),
+        (DraftPool, TREES, False, True, 90, 24, 10),
+        (DraftPool, TREES, True, True, 1000, 24, 4),
+        *((DraftPool, settings, False, True, 1000, 24, 4) for settings in (*SAMPLED, *SAMPLED_TREES)),
+        (OwnWorker, CHAINS, False, False, 1000, 24, 4),
+        (OwnWorker, CHAINS, True, True, 1000, 24, 10),
+        (OwnWorker, TREES, False, False, 1000, 24, 4),
+        (OwnWorker, TREES, False, True, 1000, 24, 10),
+        *((OwnWorker, settings, False, True, 1000, 24, 4) for settings in (*SAMPLED, *SAMPLED_TREES)),
+    ],
+)
+def test_whatever_others_do_and_whichever_passes_fail_drafts_are_those_of_a_fresh_drafter(
+    worker, settings, is_translated, run_ahead, num_blocks, chunk, k
+):
+    """Groups at random: verdicts of every kind, texts of every length that grow without drafts, too, leave, join.
+
+    No block is used twice or lost. Two rounds after the last failure, every draft is whole again.
     """
     chance = random.Random(4)
-    settings = {"num_blocks": num_blocks, "max_num_batched_tokens": chunk, "num_speculative_tokens": k}
-    pool = Pool(run_ahead=run_ahead, **settings)
-    texts = {(v, str(i)): text(chance.randrange(3, 60), 10 * v + i) for v in range(1, 5) for i in range(3)}
-    next_version, num_whole = 5, 0
-    for _ in range(150):
-        version = chance.choice(list(pool.replies))
-        if len(pool.replies[version]) < pool.round[version]:
-            pool.pool.step()
-            continue
-        names = [name for v, name in texts if v == version and chance.random() < 0.8]
-        rows = [row(texts[version, name], chance.choice([0, 1, 3, k, k]), name=name, params=PARAMS) for name in names]
-        if not rows:
-            continue
+    settings_of_all = {"num_blocks": num_blocks, "max_num_batched_tokens": chunk, "num_speculative_tokens": k}
+    num_groups = 4 if worker is DraftPool else 1
+    pool = Pool(
+        run_ahead=run_ahead,
+        num_groups=num_groups,
+        worker=worker,
+        is_translated=is_translated,
+        **settings_of_all,
+        **settings,
+    )
+    texts = {(v, str(i)): text(chance.randrange(3, 60), 10 * v + i) for v in pool.replies for i in range(3)}
+    next_version, num_whole, num_failed = 5, 0, 0
+
+    def drafted(version, counts):
+        """Have drafts made for some requests of a group; return them, or nothing if a pass failed."""
+        rows = [row(texts[key], count, name=key[1], params=PARAMS) for key, count in counts.items()]
         pool.send(version, rows, runs_ahead=run_ahead and chance.random() < 0.8)
         for _ in range(chance.randrange(12)):
             pool.pool.step()
         if chance.random() < 0.3:
             pool.run()
-        if len(pool.replies[version]) < pool.round[version]:
-            continue
+        if len(pool.replies[version]) < pool.round[version] or isinstance(pool.replies[version][-1], Failure):
+            return {}
         for one, draft in zip(rows, pool.drafts(version), strict=True):
-            whole = fresh(one, num_speculative_tokens=k)[0].token_ids
-            assert draft.token_ids == whole[: len(draft.token_ids)]
+            check_right(draft, one, settings)
+        return dict(zip(counts, pool.drafts(version), strict=True))
+
+    for _ in range(150):
+        version = chance.choice(list(pool.replies))
+        if len(pool.replies[version]) < pool.round[version]:
+            pool.pool.step()
+            continue
+        if chance.random() < 0.2:
+            pool.model.num_left = chance.randrange(8)
+        counts = {key: chance.choice([0, 1, 3, k, k]) for key in texts if key[0] == version and chance.random() < 0.8}
+        drafts = drafted(version, counts) if counts else {}
+        num_failed += isinstance((pool.replies[version] or [None])[-1], Failure)
+        for key, draft in drafts.items():
             num_whole += bool(draft.token_ids)
-            follow = [*whole[: chance.randrange(k + 1)], chance.randrange(2, VOCAB)]
-            texts[version, one.request.request_id] += follow if chance.random() < 0.7 else whole or [2]
-        for key in chance.sample(sorted(texts), 2):
+            expected = target_path(texts[key], draft, PARAMS, MODEL)
+            texts[key] += (
+                expected if chance.random() < 0.5 else [*chance.choice(paths(draft)), chance.randrange(2, VOCAB)]
+            )
+        for key in chance.sample(sorted(texts), 2 if chance.random() < num_groups / 4 else 0):
             texts[key] += text(12, len(texts[key]))
         held = [block for prefix in pool.pool.cache.prefixes.values() for block in prefix.block_ids]
         assert sorted([*held, *pool.pool.cache.free_blocks]) == list(range(1, num_blocks + 1))
-        if chance.random() < 0.1:
+        if chance.random() < 0.1 and worker is DraftPool:
             pool.pool.leave(version)
             del pool.replies[version]
             pool.join(next_version)
             texts |= {(next_version, str(i)): text(chance.randrange(3, 60), next_version + i) for i in range(3)}
             next_version += 1
     assert num_whole > 50
+    assert num_failed > 0
+    pool.model.num_left = -1
+    for version in list(pool.replies) * (num_blocks == 1000):
+        pool.run()
+        for _ in range(2):
+            counts = {key: k for key in texts if key[0] == version}
+            drafted(version, counts)
+            pool.run()
+        assert all(
+            len(draft.token_ids) == k or MODEL.info.eos_token_ids[0] in draft.token_ids
+            for draft in pool.drafts(version)
+        )
     for version in list(pool.replies):
         pool.pool.leave(version)
     assert sorted(pool.pool.cache.free_blocks) == list(range(1, num_blocks + 1))

@@ -110,8 +110,8 @@ class AheadDrafter(EchoDrafter):
             raise RuntimeError("a pass failed")
         return self.num_left > 0
 
-    def stop(self):
-        self.calls.append("stop")
+    def forget(self):
+        self.calls.append("forget")
 
 
 @pytest.fixture
@@ -145,11 +145,21 @@ def test_while_the_device_computes_the_responder_looks_for_requests_in_short_pau
     assert ahead.calls == ["50 us", "50 us", "advance"]
 
 
+def test_the_requests_of_a_proposal_that_fails_are_forgotten():
+    class Raising(EchoDrafter):
+        async def propose(self, rows):
+            raise MemoryError
+
+    responder = DraftResponder(drafter := Raising(), capacity=4, version=1)
+    assert isinstance(responder.answer(propose(1, WHOLE)), Failure)
+    assert drafter.released == [WHOLE.request_id]
+
+
 def test_a_failure_ahead_costs_only_what_was_prepared(ahead):
     responder = DraftResponder(ahead, capacity=4, version=1)
     ahead.num_left = 0
     assert not responder.work()
-    assert ahead.calls == ["advance", "stop"]
+    assert ahead.calls == ["advance", "forget"]
 
 
 def test_replies_say_what_their_rounds_should_not_have_waited_for(monkeypatch):

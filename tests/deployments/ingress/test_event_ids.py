@@ -197,18 +197,19 @@ async def test_another_ingress_continues_a_stream_whose_rounds_were_others(
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("prompt", "changed", "message"),
     [
-        ({"prompt": "abd"}, "another request"),
-        ({"max_tokens": 8}, "another request"),
-        ({"n": 2}, "no id of an event of such a stream"),
-        ({"stream": False}, "only allowed with stream"),
+        ("abc", {"prompt": "abd"}, "another request"),
+        (["ab", "c"], {"prompt": ["a", "bc"]}, "another request"),
+        ("abc", {"max_tokens": 8}, "another request"),
+        ("abc", {"n": 2}, "no id of an event of such a stream"),
+        ("abc", {"stream": False}, "only allowed with stream"),
     ],
 )
 async def test_only_the_same_request_continues_a_stream(
-    changed: dict[str, Any], message: str, client: httpx.AsyncClient
+    prompt: str | list[str], changed: dict[str, Any], message: str, client: httpx.AsyncClient
 ) -> None:
-    body = {"prompt": "abc", "stream": True, **SAMPLED}
+    body = {"prompt": prompt, "stream": True, **SAMPLED}
     response = await client.post("/v1/completions", json=body)
     (event_id,) = [line[4:] for line in response.text.split("\n") if line.startswith("id: ")][:1]
     refused = await client.post("/v1/completions", json={**body, **changed}, headers={HEADER: event_id})

@@ -129,6 +129,14 @@ def test_rounds_with_and_without_drafts_fold_what_was_accepted():
     assert folded == [0, 0, 2, 0, 3, 0]
 
 
+def test_a_boundary_inside_an_accepted_draft_is_saved_in_the_next_round():
+    target = Target()
+    target.add("a", LONG[:9])
+    starts = [target.round(3, accepted=3)[0][1] for _ in range(4)]
+    assert starts == [0, 9, 13, 17]
+    assert 16 in target.cached()
+
+
 def test_no_draft_is_longer_than_the_updates_that_a_slot_holds():
     target = Target(max_num_seqs=8)
     target.add("a", [1])

@@ -70,6 +70,18 @@ def test_copies_are_planned_with_what_the_drafts_that_they_replace_are_expected_
     assert plan.lengths.keys() == {"a"}
 
 
+def test_copies_are_planned_in_every_round_and_no_plan_with_copies_or_without_them_is_held_for_the_other():
+    copier = Copier()
+    control, asked = planner(copier), [request("a"), request("b")]
+    for copies in ({}, {"b": 7}, {}, {"a": 3}, {"b": 7}):
+        copier.copies = copies
+        plan = control.plan(asked, has_prompts=False)
+        assert plan.copies == copies
+        assert plan.lengths.keys() | copies.keys() == {"a", "b"}
+    control.plan([request("c", 2, fixed=True)], has_prompts=False)
+    assert copier.rows == []
+
+
 @pytest.mark.parametrize(("mode", "most"), [("fixed", K), ("off", 0)])
 def test_configured_lengths_stay(mode, most):
     control = planner(speculation=mode)

@@ -32,6 +32,8 @@ def test_alternation_takes_the_longer_of_drafts_and_pass():
     learn(costs, "none", 4, 4, 0.004)
     assert seconds(costs, "alternate", 4, 4) == pytest.approx(PASS_S + 0.001, rel=0.05)
     assert seconds(costs, "alternate", 4, 16) == pytest.approx(0.016 + 0.001, rel=0.08)
+    learn(costs, "alternate", 4, 4, 0.004)
+    assert seconds(costs, "alternate", 4, 4) == pytest.approx(PASS_S + 0.001, rel=0.05)
 
 
 def test_running_ahead_hides_much_for_one_row_and_little_for_many_until_it_is_measured():

@@ -44,6 +44,14 @@ def test_longer_drafts_that_would_not_pay_if_they_were_free_are_not_tried():
     assert set(play(Trials(), 2000, lambda _: 1.0, length=1, gain=0.001)) == {None, 0}
 
 
+def test_a_trial_does_not_go_on_after_a_pause():
+    trials = Trials()
+    while play(trials, 1, lambda _: 1.0, gain=0.02) == [None]:
+        pass
+    trials.num_rounds += 20
+    assert play(trials, 8, lambda _: 1.0, gain=0.02) == [None] * 8
+
+
 def test_a_load_that_flickers_has_few_trials():
     trials = Trials()
     tried = [kind for _ in range(300) for key in "ab" for kind in play(trials, 3, lambda _: 1.0, gain=0.2, key=key)]

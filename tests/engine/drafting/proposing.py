@@ -51,12 +51,26 @@ class Counting:
     """A model that counts its forward passes and their tokens."""
 
     def __init__(self, model):
-        self.model = model
+        self._wrapped = model
         self.passes = []
 
     def __getattr__(self, name):
-        return getattr(self.model, name)
+        return getattr(self._wrapped, name)
 
     def run(self, batch, draws=None):
         self.passes.append(batch.token_ids.numel())
-        return self.model.run(batch, draws)
+        return self._wrapped.run(batch, draws)
+
+
+class Failing(Counting):
+    """A context model that fails after `num_left` more passes, once: the pass ends halfway, with wrong entries."""
+
+    num_left = -1
+
+    def run(self, batch, draws=None):
+        self.num_left -= 1
+        output = super().run(batch, draws)
+        if self.num_left == -1:
+            batch.paged.kv.keys[0].view(-1)[batch.paged.slots] = 7
+            raise RuntimeError("out of memory")
+        return output

@@ -72,7 +72,7 @@ def test_a_tree_comes_back_with_the_verdict_and_fits_into_the_blocks_of_its_row(
     prefill(verifier, row)
     (verdict,) = run_in_process(verifier.verify([row]))
     assert len(verdict.draft.token_ids) == 5
-    (tree,) = verifier._drafter.sent.values()
+    tree = verifier._drafter.tree_of(row.request.request_id)
     assert tree.max_computed == 4 * 4 - len(TEXT)
     (verdict,) = run_in_process(verifier.verify([row_of(TEXT[:1], 5, first_block=30)]))
     assert verdict.draft == Draft(), "one token has no token before it"
@@ -103,7 +103,7 @@ def test_a_row_that_brings_a_draft_keeps_it_and_nothing_of_an_earlier_round_is_k
     assert len(second.draft.token_ids) == 3
     assert drafter.draft([copied], decides=True) == [copied]
     if method == "head_tree":
-        assert drafter.sent == {}
+        assert not drafter.cache.prefixes
 
 
 def test_its_drafts_count_as_trees_that_only_the_coupled_rule_verifies():

@@ -30,21 +30,21 @@ ORDER = torch.tensor([3, 5, 0, 4, 1])
 
 
 class Foreign:
-    """A model with other ids: those of `ORDER`, and one more."""
+    """A model with other ids: those of `order`, and one more."""
 
-    def __init__(self, model):
-        self.model, self.info = model, replace(model.info, vocab_size=6)
+    def __init__(self, model, order=ORDER):
+        self.model, self.order, self.info = model, order, replace(model.info, vocab_size=len(order) + 1)
 
     def __getattr__(self, name):
         return getattr(self.model, name)
 
     def run(self, batch, draws=None):
-        own = torch.zeros(6, dtype=torch.int64)
-        own[ORDER] = torch.arange(5)
+        own = torch.zeros(self.info.vocab_size, dtype=torch.int64)
+        own[self.order] = torch.arange(len(self.order))
         assert batch.needs_logits
         output = self.model.run(replace(batch, token_ids=own[batch.token_ids]))
-        logits = output.logits.new_full((len(output.logits), 6), 2.0)
-        logits[:, ORDER] = output.logits
+        logits = output.logits.new_full((len(output.logits), self.info.vocab_size), 2.0)
+        logits[:, self.order] = output.logits
         return PassOutput(logits, logits, logits.argmax(-1))
 
 

@@ -133,7 +133,7 @@ def test_entries_of_a_real_model_are_moved_to_their_places(draft, num_steps):
         (proposed,) = propose(drafter, row(text, 6))
         fresh = TreeDrafter(DraftModel(draft), config())
         propose(fresh, row(text, 6))
-        expected = options_by_path(fresh.sent["a"])
+        expected = options_by_path(fresh.tree_of("a"))
         for path, options in options_by_path(drafter._trees["a"]).items():
             if path in expected:
                 assert options.scores == pytest.approx(expected[path].scores, abs=1e-3)
@@ -393,7 +393,7 @@ def test_a_failure_ahead_costs_only_what_was_prepared():
     model.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
         finish(drafter)
-    drafter.stop()
+    drafter.forget()
     model.fails = False
     for _ in range(3):
         (draft,) = propose(drafter, row(text))

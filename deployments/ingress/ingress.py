@@ -264,7 +264,7 @@ class Ingress:
             model=self.config.model_name,
             fingerprint=self._fingerprint,
             prompts=prompts,
-            token_texts=self._encoder.token_texts,
+            token_bytes=self._encoder.token_bytes,
             num_speculative_tokens=model.num_speculative_tokens,
             predicted_token_ids=await self._encoder.encode_prediction(request.prediction, model.max_model_len),
         )

@@ -118,7 +118,7 @@ class ChatWriter(Writer):
         """Return the chunks with the next tokens of a choice: one for each part of the message, at least one."""
         logprobs = None
         if output.logprobs is not None:
-            logprobs = chat_logprobs(output.token_ids, output.logprobs, self.reply.token_texts)
+            logprobs = chat_logprobs(output.token_ids, output.logprobs, self.reply.token_bytes)
         parts = self.read(choice, output.text, is_last=output.finish_reason is not None)
         # One part in a chunk: clients join the deltas of a call by its index, and expect each index once in a chunk.
         deltas = [_delta(part) for part in parts] or [{"content": ""}]
@@ -143,7 +143,7 @@ class ChatWriter(Writer):
             ChatChoice(
                 index=choice.index,
                 message=self._message(choice),
-                logprobs=chat_logprobs(choice.token_ids, choice.logprobs, self.reply.token_texts)
+                logprobs=chat_logprobs(choice.token_ids, choice.logprobs, self.reply.token_bytes)
                 if choice.logprobs
                 else None,
                 finish_reason=self._finish_reason(choice),
@@ -157,7 +157,7 @@ class ChatWriter(Writer):
             **self.common_fields("chat.completion"),
             choices=choices,
             **self.ids_field(prompt_token_ids=self.choices[0].prompt_token_ids),
-            **prompt_logprobs_field(self.request.prompt_logprobs, self.choices[0], self.reply.token_texts),
+            **prompt_logprobs_field(self.request.prompt_logprobs, self.choices[0], self.reply.token_bytes),
             **self.usage_fields(),
         )
 

@@ -82,8 +82,7 @@ class Detokenizer:
             return "", None
         if not text.startswith(self._decoded):
             # The character that the prompt began is whole, and belongs to that.
-            before = self._token_bytes.join(self._ids[: self._num_decoded]).decode(errors="replace")
-            self._decoded, self._num_decoded = text[: len(before)], len(self._ids)
+            self._decoded, self._num_decoded = text[: len(self._decoded)], len(self._ids)
         new = self._held + text[len(self._decoded) :]
         if len(text) > len(self._decoded):
             # The new text begins and ends with whole characters, so the next call can start decoding at it.
@@ -132,7 +131,7 @@ class TokenBytes:
         self.special_ids = frozenset(token_id for token_id, token in added if token.special)
         self._token = backend.id_to_token
         self._decode = backend.decoder.decode if backend.decoder is not None else " ".join
-        self._cached = cache(self._bytes)
+        self._bytes = cache(self._read)
 
     @staticmethod
     @cache
@@ -142,17 +141,13 @@ class TokenBytes:
 
     def __call__(self, token_id: int, *, is_first: bool = False) -> bytes:
         """Return a token's bytes; some decoders leave out the space of the token that `is_first` in a text."""
-        return self._cached(token_id, is_first)
+        return self._bytes(token_id, is_first)
 
-    def join(self, token_ids: Sequence[int]) -> bytes:
-        """Return the bytes of a text."""
-        return b"".join(self(token_id, is_first=index == 0) for index, token_id in enumerate(token_ids))
+    def texts(self, token_ids: Sequence[int], *, is_first: bool = False) -> list[str]:
+        """Return the text of each token, with U+FFFD for bytes that are no whole character."""
+        return [self._bytes(token_id, is_first).decode(errors="replace") for token_id in token_ids]
 
-    def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, not the first one; bytes that are no whole character become U+FFFD."""
-        return [self(token_id).decode(errors="replace") for token_id in token_ids]
-
-    def _bytes(self, token_id: int, is_first: bool) -> bytes:
+    def _read(self, token_id: int, is_first: bool) -> bytes:
         token = self._token(token_id) or ""
         before = [] if is_first else ["a"]
         text: str = self._decode([*before, token])[len(before) :]

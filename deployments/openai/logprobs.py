@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 from deployments.openai.types import ResponseModel
 from deployments.openai.writer import Choice
@@ -83,8 +84,8 @@ class TextOffsets:
 
     def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int], *, skips_special: bool) -> None:
         """Start after a prompt, or without one if the text begins with it."""
-        self._token_bytes, self._skips_special = token_bytes, skips_special
-        before = [token_id for token_id in prompt if not self._is_hidden(token_id)]
+        self._token_bytes, self._hidden = token_bytes, token_bytes.special_ids if skips_special else frozenset()
+        before = [token_id for token_id in prompt if token_id not in self._hidden]
         self.is_begun = bool(before)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(b"".join(map(token_bytes, before[-3:])))
@@ -93,7 +94,7 @@ class TextOffsets:
 
     def add(self, token_id: int, *, is_echo: bool) -> int:
         """Return where the next token begins; an echo has no special tokens."""
-        if self._is_hidden(token_id, is_echo=is_echo):
+        if token_id in (self._token_bytes.special_ids if is_echo else self._hidden):
             return max(0, self._length)
         data = self._token_bytes(token_id, is_first=not self.is_begun)
         self.is_begun = True
@@ -101,9 +102,6 @@ class TextOffsets:
         is_inside = bool(self._decoder.getstate()[0])
         self._length = start + len(self._decoder.decode(data[1:]))
         return max(0, start - (bool(data) and not is_inside))
-
-    def _is_hidden(self, token_id: int, *, is_echo: bool = False) -> bool:
-        return (is_echo or self._skips_special) and token_id in self._token_bytes.special_ids
 
 
 def completion_logprobs(
@@ -117,43 +115,38 @@ def completion_logprobs(
 
     `prompt_logprobs` begin at an echoed prompt's second token.
     """
-    prompt = [] if prompt_logprobs is None else choice.prompt_token_ids
+    token_ids, num_echoed = tokens.token_ids, 0
     positions: list[TokenLogprobs | None] = [*(tokens.logprobs or [])]
     if prompt_logprobs is not None:
+        token_ids, num_echoed = choice.prompt_token_ids + token_ids, len(choice.prompt_token_ids)
         positions = [None, *prompt_logprobs, *positions]
-    texts, starts = [], []
-    tops: list[dict[str, float] | None] = []
-    for index, (token_id, position) in enumerate(zip([*prompt, *tokens.token_ids], positions, strict=True)):
-        ids = [token_id, *(position.top_ids if position else ())]
-        text, *others = (token_bytes(an_id, is_first=not offsets.is_begun).decode(errors="replace") for an_id in ids)
-        texts.append(text)
-        starts.append(offsets.add(token_id, is_echo=index < len(prompt)))
-        if position is None:
-            tops.append(None)
-            continue
+    shown = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for index, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
+        others = position.top_ids if position else []
+        text, *texts = token_bytes.texts([token_id, *others], is_first=not offsets.is_begun)
         # Parts of characters may look alike; the likelier one is kept.
-        likeliest_last = reversed([*zip(others, position.top_logprobs, strict=True)])
-        tops.append(dict(likeliest_last) | {text: position.logprob})
-    return CompletionLogprobs(
-        text_offset=starts,
-        token_logprobs=[position.logprob if position else None for position in positions],
-        tokens=texts,
-        top_logprobs=tops,
-    )
+        top = position and dict([*zip(texts, position.top_logprobs, strict=True)][::-1]) | {text: position.logprob}
+        shown.tokens.append(text)
+        shown.text_offset.append(offsets.add(token_id, is_echo=index < num_echoed))
+        shown.token_logprobs.append(position and position.logprob)
+        shown.top_logprobs.append(top)
+    return shown
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> ChatLogprobs:
     """Return the log probabilities of tokens of a message."""
 
-    def alternative(token_id: int, logprob: float) -> TopLogprob:
+    def fields(token_id: int, logprob: float) -> dict[str, Any]:
         data = token_bytes(token_id)
-        return TopLogprob(token=data.decode(errors="replace"), logprob=max(logprob, LEAST_LOGPROB), bytes=[*data])
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": [*data]}
 
     return ChatLogprobs(
         content=[
             TokenLogprob(
-                **dict(alternative(token_id, position.logprob)),
-                top_logprobs=list(map(alternative, position.top_ids, position.top_logprobs)),
+                **fields(token_id, position.logprob),
+                top_logprobs=[
+                    TopLogprob(**fields(*top)) for top in zip(position.top_ids, position.top_logprobs, strict=True)
+                ],
             )
             for token_id, position in zip(token_ids, logprobs, strict=True)
         ]

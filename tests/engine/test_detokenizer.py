@@ -50,7 +50,9 @@ def test_a_prompt_that_ends_inside_a_character_does_not_spoil_what_follows_it(to
     detokenizer = Detokenizer(tokenizer, prompt)
     assert detokenizer.append([last]) == ("", None)  # begun in the prompt, so it belongs to that
     assert [detokenizer.append([token]) for token in ids(tokenizer, "ab")] == [("a", None), ("b", None)]
-    assert detokenizer.append(ids(tokenizer, "ü")) == ("ü", None)
+    assert "".join(detokenizer.append([token])[0] for token in ids(tokenizer, "ü漢")) == "ü漢"
+    after = Detokenizer(tokenizer, prompt)
+    assert "".join(after.append([token])[0] for token in [last, *ids(tokenizer, "ü漢")]) == "ü漢"
 
 
 def test_no_text_of_the_prompt_comes_out_again(tokenizer):

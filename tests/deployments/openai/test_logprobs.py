@@ -13,10 +13,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from deployments.openai.logprobs import TextOffsets
+from deployments.openai.logprobs import TextOffsets, completion_logprobs
+from deployments.openai.writer import Choice
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.detokenizer import Detokenizer, TokenBytes
 from engine.models.registry import open_model
+from engine.protocols import TokenLogprobs
 from tests.deployments.conftest import make_sdk
 from tests.deployments.fakes import Rig
 from tests.deployments.requests import events
@@ -154,7 +156,7 @@ def test_tokens_begin_where_their_bytes_are_in_the_text(data: Any, name: str, ec
     if name in ("bytes", "bundled"):  # a broken character of the others spoils whole ones beside it
         ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=9)) or ids
     # Python finds out late that half a surrogate is invalid.
-    assume(not re.search(rb"\xed[\xa0-\xbf]", token_bytes.join(ids)))
+    assume(not re.search(rb"\xed[\xa0-\xbf]", b"".join(map(token_bytes, ids))))
     places = st.integers(0, len(ids)) if name in ("bytes", "bundled", "words") else st.sampled_from([0, len(ids)])
     for place in sorted(data.draw(st.lists(places, max_size=2)), reverse=True):
         ids.insert(place, mark)
@@ -170,18 +172,26 @@ def test_tokens_begin_where_their_bytes_are_in_the_text(data: Any, name: str, ec
         text = echo + text
     else:  # a character that the prompt began belongs to that
         before = codecs.getincrementaldecoder("utf-8")("replace")
-        before.decode(
-            b"".join(token_bytes(token) for token in prompt if not (skips and token in token_bytes.special_ids))
-        )
+        hidden = token_bytes.special_ids if skips else ()
+        before.decode(b"".join(token_bytes(token) for token in prompt if token not in hidden))
         shown = before.getstate()[0]
     num_before = len(shown.decode(errors="replace"))
-    for index, token in enumerate(ids if echoes else output):
-        is_echo = echoes and index < len(prompt)
-        is_first = not offsets.is_begun
-        start = offsets.add(token, is_echo=is_echo)
-        is_hidden = token in token_bytes.special_ids and (skips or is_echo)
+    tokens = ids if echoes else output
+    # Two bytes of characters look alike; the likelier one is shown.
+    score = TokenLogprobs(-1.5, 2, (likely := tokenizer.encode("é漢").ids[-2:]), [-1.0, -2.0])
+    scores = [score] * (len(prompt) - 1) if echoes else None
+    choice = Choice(0, prompt, token_ids=output, logprobs=[score] * len(output))
+    logprobs = completion_logprobs(choice, choice, scores, token_bytes, offsets)
+    is_first = echoes or all(token in token_bytes.special_ids and skips for token in prompt)
+    for index, (token, start) in enumerate(zip(tokens, logprobs.text_offset, strict=True)):
+        is_hidden = token in token_bytes.special_ids and (skips or (echoes and index < len(prompt)))
         data_of = b"" if is_hidden else token_bytes(token, is_first=is_first)
         if data_of:
             assert start == max(0, len((shown + data_of[:1]).decode(errors="replace")) - 1 - num_before)
+            assert logprobs.tokens[index] == data_of.decode(errors="replace")
+            if index or not echoes:
+                second, first = token_bytes.texts(likely[::-1], is_first=is_first)
+                assert logprobs.top_logprobs[index] == {second: -2.0, first: -1.0, logprobs.tokens[index]: -1.5}
+        is_first &= is_hidden
         shown += data_of
     assert shown.decode(errors="replace")[num_before:] == text

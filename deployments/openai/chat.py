@@ -11,7 +11,7 @@ from deployments.openai.message_parts import CallArguments, CallStart, Content, 
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.tools import MessageForm, ToolChoice, ToolForm, required_call
-from deployments.openai.types import WHOLE, NumAlternatives, ResponseModel
+from deployments.openai.types import NumAlternatives, ResponseModel
 from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Round, Usage, Writer, event
 from engine.protocols import RequestOutput
 
@@ -21,8 +21,6 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
 
     messages: Messages
     """The conversation."""
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
-    """Tokens to generate at most; the newer name of max_tokens. Without either: all the room that is left."""
     logprobs: bool | None = None
     """Log probabilities of the target for each token."""
     top_logprobs: NumAlternatives | None = None
@@ -31,8 +29,6 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     """Text is all there is."""
     parallel_tool_calls: bool | None = None
     """Whether several calls may be required at once (the default)."""
-    verbosity: str | None = None
-    """Accepted and ignored: no model here is trained for it."""
 
     def grammar_source(self, tool_form: ToolForm | None) -> GrammarSource | None:
         """Return the grammar of a required call in `tool_form`, or else the client's own constraint.

@@ -38,21 +38,6 @@ class InputPart(RequestModel):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-    logprobs: list[Any] | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-
-
-class InputItem(RequestModel):
-    """What items of all kinds share."""
-
-    id: str | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-    status: str | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-    provider_specific_fields: dict[str, Any] | None = None
-    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
 class InputThought(RequestModel):
@@ -62,19 +47,15 @@ class InputThought(RequestModel):
     text: str
 
 
-class InputReasoning(InputItem):
+class InputReasoning(RequestModel):
     """Thoughts before an earlier answer, for chat templates that show them."""
 
     type: Literal["reasoning"]
-    summary: list[Any] | None = None
-    """Accepted and ignored: only whole thoughts are shown to the model."""
     content: list[InputThought] | None = None
     """The thoughts."""
-    encrypted_content: str | None = None
-    """Accepted and ignored: only the server that encrypted these thoughts can read them."""
 
 
-class InputMessage(InputItem):
+class InputMessage(RequestModel):
     """One message of a conversation."""
 
     type: Literal["message"] | None = None
@@ -82,7 +63,7 @@ class InputMessage(InputItem):
     content: str | Annotated[list[InputPart], Field(min_length=1)]
 
 
-class InputCall(InputItem):
+class InputCall(RequestModel):
     """A call in an earlier answer."""
 
     type: Literal["function_call"]
@@ -92,7 +73,7 @@ class InputCall(InputItem):
     """A JSON object, as text. It may have been cut by max_output_tokens."""
 
 
-class InputCallResult(InputItem):
+class InputCallResult(RequestModel):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -166,8 +147,6 @@ class TextOptions(RequestModel):
 
     format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
     """Any text, a JSON object, or JSON that a schema accepts."""
-    verbosity: str | None = None
-    """Accepted and ignored: no model here is trained for it."""
 
 
 class Reasoning(RequestModel):
@@ -175,10 +154,6 @@ class Reasoning(RequestModel):
 
     effort: ReasoningEffort | None = None
     """As `reasoning_effort` of /v1/chat/completions."""
-    summary: str | None = None
-    """Accepted and ignored: thoughts are sent whole."""
-    generate_summary: str | None = None
-    """Accepted and ignored: thoughts are sent whole."""
 
 
 Includable = Literal[
@@ -222,8 +197,6 @@ class ResponsesRequest(SamplingRequest):
     """Whether it must: auto (the default) leaves it to the model; a required call follows its schema."""
     parallel_tool_calls: bool | None = None
     """Whether several calls may be required at once (the default)."""
-    max_tool_calls: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Accepted and ignored: it counts calls of tools that a server runs, and this one runs none."""
     include: list[Includable] | None = None
     """What else to send: log probabilities of the text, if it has no tools. The rest belongs to tools not here,
     or to thoughts, which are sent anyway, and changes nothing."""

@@ -35,8 +35,6 @@ class Function(RequestModel):
     """What it does, for the model."""
     parameters: JsonObject | None = None
     """The JSON schema of its arguments, an object; null is no arguments."""
-    strict: bool | None = None
-    """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""
 
 
 class OfFunctions(RequestModel):
@@ -69,8 +67,6 @@ class PastFunction(RequestModel):
     name: str
     arguments: str
     """A JSON object, as text; no text is no arguments. It may have been cut by max_tokens."""
-    provider_specific_fields: dict[str, Any] | None = None
-    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
 class PastCall(OfFunctions):
@@ -78,10 +74,6 @@ class PastCall(OfFunctions):
 
     id: str
     function: PastFunction
-    index: int | None = None
-    """Accepted and ignored: calls are in their order; clients that join a stream's deltas send it back."""
-    provider_specific_fields: dict[str, Any] | None = None
-    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
 @dataclass(frozen=True, slots=True)

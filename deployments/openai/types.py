@@ -2,13 +2,15 @@
 
 In a request, null means a field's default, also for unknown fields; any other unknown field is refused by name. Types
 are strict, as at OpenAI: a number in quotes is an error, but 4.0 is an integer, as in JSON Schema. The first wrong
-item of a list ends its validation. Fields described as `Accepted and ignored` are listed in `deployments/README.md`.
-Limits of a single field are in its type.
+item of a list ends its validation. Limits of a single field are in its type. `IGNORED` are the fields that clients send
+and that change nothing, whatever they hold; those in `NEUTRAL` only with that value.
 
 In a response, fields without a default are always sent, null or not; others only if set.
 """
 
 import json
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import pydantic_core
@@ -24,6 +26,63 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+IGNORED: dict[str, dict[str, str]] = {
+    "prefixes stay cached until their room is needed": {
+        "cache_control": "TextPart Message Tool ToolResultBlock ToolUseBlock CustomTool CountTokensRequest",
+        "prompt_cache_retention prompt_cache_options": "SamplingRequest",
+    },
+    "equal prefixes are found without it; `cache_salt` keeps requests from sharing them": {
+        "prompt_cache_key": "SamplingRequest"
+    },
+    "it cannot change the text": {
+        "user safety_identifier": "SamplingRequest",
+        "metadata": "SamplingRequest MessagesRequest Message",
+        "agent model timestamp usage messageId traceId": "Message",
+        "caller": "ToolUseBlock",
+    },
+    "there is one tier": {"service_tier": "SamplingRequest MessagesRequest", "inference_geo speed": "MessagesRequest"},
+    "nothing is stored": {"store": "SamplingRequest"},
+    "the model sees the conversation only": {"description": "JsonSchema", "input_examples": "CustomTool"},
+    "the answer always matches": {"strict": "JsonSchema"},
+    "a required call always matches the schema, a voluntary one need not": {"strict": "Function CustomTool"},
+    "the input of a call is always sent as it comes": {"eager_input_streaming": "CustomTool"},
+    "all tools are shown to the model": {"defer_loading": "CustomTool"},
+    "chat templates have no word for it, and the result's text tells the model": {"is_error": "ToolResultBlock"},
+    "no model here is trained for it": {"verbosity": "ChatCompletionRequest TextOptions"},
+    "no model here is trained for it; `max_tokens` limits thoughts and answer together": {"budget_tokens": "Thinking"},
+    "thoughts are sent whole": {"summary generate_summary": "Reasoning", "display": "Thinking"},
+    "only whole thoughts are shown to the model": {"summary": "InputReasoning"},
+    "only the server that made these thoughts or calls can read it": {
+        "encrypted_content": "InputReasoning",
+        "data signature": "ThinkingBlock",
+        "extra_content": "PastCall",
+    },
+    "it counts calls of tools that a server runs, and this one runs none": {"max_tool_calls": "ResponsesRequest"},
+    "earlier answers come back with it": {
+        "id": "Message TextPart",
+        "id status provider_specific_fields": "InputMessage InputReasoning InputCall InputCallResult",
+        "annotations": "AssistantMessage TextPart InputPart",
+        "logprobs": "InputPart",
+        "citations index": "TextPart",
+    },
+    "calls are in their order; clients that join a stream's deltas send it back": {"index": "PastCall"},
+    "LiteLLM sends it back with earlier answers": {"provider_specific_fields": "Message PastCall PastFunction"},
+    "other servers' form of thoughts, which are also sent as reasoning_content": {
+        "thinking_blocks reasoning_details": "AssistantMessage"
+    },
+}
+"""Why a field changes nothing, its name, and the classes that have it."""
+NEUTRAL = {
+    "best_of": 1,
+    "early_stopping": False,
+    "echo": False,
+    "function_call": "none",
+    "include_reasoning": True,
+    "length_penalty": 1,
+    "return_tokens_as_token_ids": False,
+    "use_beam_search": False,
+}
+"""Fields of OpenAI's APIs, and the value that asks for nothing."""
 MAX_KEYS = 1024
 """Keys of one object: each unknown one is an error, which takes 10 microseconds."""
 
@@ -88,8 +147,29 @@ Salt = Annotated[str, Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
 
 
-def _allow_null_extras(schema: dict[str, Any]) -> None:
+@cache
+def ignored(cls: type[BaseModel]) -> Mapping[str, str]:
+    """Return the fields that a class ignores, and why."""
+    bases = {base.__name__ for base in cls.__mro__}
+    rows = [(why, names, {*classes.split()}) for why, row in IGNORED.items() for names, classes in row.items()]
+    known = {name: why for why, names, classes in rows if bases & classes for name in names.split()}
+    return {name: why for name, why in known.items() if name not in cls.model_fields}
+
+
+@cache
+def neutral(cls: type[BaseModel]) -> Mapping[str, Any]:
+    """Return the fields of which a class has only the value that asks for nothing, and that value."""
+    has_them = any(base.__name__ == "SamplingRequest" for base in cls.__mro__)
+    return {name: value for name, value in NEUTRAL.items() if has_them and name not in cls.model_fields}
+
+
+def _document_extras(schema: dict[str, Any], cls: type[BaseModel]) -> None:
     schema["additionalProperties"] = {"type": "null"}
+    notes = {name: {"description": f"Accepted and ignored: {why}."} for name, why in ignored(cls).items()}
+    for name, value in neutral(cls).items():
+        asks = f"Accepted and ignored: only {json.dumps(value)}, which asks for nothing."
+        notes[name] = {"description": asks, "enum": [value, None]}
+    schema.setdefault("properties", {}).update(notes)
 
 
 def _stop_at_first_error(schema: Any) -> None:
@@ -107,7 +187,7 @@ class RequestModel(BaseModel):
     """A JSON object from a client."""
 
     model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_allow_null_extras
+        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_document_extras
     )
 
     @classmethod
@@ -124,14 +204,14 @@ class RequestModel(BaseModel):
             return data
         if len(data) > MAX_KEYS:
             raise PydanticCustomError("too_long", f"it has {len(data):,} fields, at most {MAX_KEYS:,} are allowed")
-        return {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
 
+        def is_nothing(name: str, value: Any) -> bool:
+            same = neutral(cls).get(name)
+            # False equals 0 for Python.
+            is_neutral = value == same and isinstance(value, bool) == isinstance(same, bool)
+            return value is None or name in ignored(cls) or is_neutral
 
-class Cacheable(RequestModel):
-    """What a client may ask to be cached."""
-
-    cache_control: dict[str, Any] | None = None
-    """Accepted and ignored: prefixes stay cached until their room is needed."""
+        return {key: value for key, value in data.items() if key in cls.model_fields or not is_nothing(key, value)}
 
 
 class ResponseModel(BaseModel):

@@ -125,7 +125,7 @@ def _num_chars(message: ChatMessage) -> int:
         case ToolMessage():
             num_chars += len(message.tool_call_id)
         case AssistantMessage():
-            num_chars += len(message.reasoning_content or "")
+            num_chars += len(message.thoughts or "")
             num_chars += sum(len(call.id) + len(call.function.arguments) for call in message.tool_calls or ())
     return num_chars
 

@@ -58,17 +58,16 @@ def described_fields(schema: dict[str, Any], definitions: dict[str, Any], prefix
 
 def ignored_fields_table() -> str:
     """The table as `deployments/README.md` should have it."""
-    paths: dict[tuple[str, str], list[str]] = {}
-    for path, body in BODIES.items():
+    fields: dict[str, set[str]] = {}
+    for body in BODIES.values():
         schema = body.model_json_schema()
         for name, description in described_fields(schema, schema.get("$defs", {})):
             description = " ".join(description.split())
             if description.startswith("Accepted and ignored: "):
-                paths.setdefault((name, description.removeprefix("Accepted and ignored: ")), []).append(path)
-    rows = ["| field | of | why |", "|---|---|---|"]
-    for (name, reason), of in sorted(paths.items()):
-        rows.append(f"| `{name}` | {', '.join(of)} | {reason} |")
-    return "\n".join(rows)
+                reason = description.removeprefix("Accepted and ignored: ").removesuffix(".")
+                fields.setdefault(reason, set()).add(f"`{name}`")
+    rows = [f"| {', '.join(sorted(names))} | {reason} |" for reason, names in fields.items()]
+    return "\n".join(["| fields | why |", "|---|---|", *sorted(rows)])
 
 
 def test_the_list_of_ignored_fields_is_the_codes() -> None:

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from deployments.openai.structured_output import GrammarSource, Thoughts
 from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
-from engine.sampling.grammar import JSON_OPTIONS, literal
+from engine.sampling.grammar import JSON_OPTIONS, literal, without_annotations
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
@@ -99,7 +99,7 @@ class ToolForm:
         lines = [f"start: {start} call {end}{more}", f"call: {calls}"]
         for i, tool in enumerate(tools):
             parameters = tool.function.parameters or {"properties": {}, "additionalProperties": False}
-            schema = {"type": "object", **parameters, "x-guidance": JSON_OPTIONS}
+            schema = {"type": "object", **without_annotations(parameters), "x-guidance": JSON_OPTIONS}
             head = json.dumps(f'{{"name": "{tool.function.name}", "{self.arguments}": ')
             lines += [
                 f'call{i}: {head} arguments{i} "}}"',

@@ -40,6 +40,12 @@ IGNORED: dict[str, dict[str, str]] = {
         "agent model timestamp usage messageId traceId": "Message",
         "caller": "ToolUseBlock",
     },
+    "only false, which asks for nothing": {
+        "early_stopping echo return_tokens_as_token_ids use_beam_search": "SamplingRequest"
+    },
+    "only true, which asks for nothing": {"include_reasoning": "SamplingRequest"},
+    "only 1, which asks for nothing": {"best_of length_penalty": "SamplingRequest"},
+    'only "none", which asks for nothing': {"function_call": "SamplingRequest"},
     "there is one tier": {"service_tier": "SamplingRequest MessagesRequest", "inference_geo speed": "MessagesRequest"},
     "nothing is stored": {"store": "SamplingRequest"},
     "the model sees the conversation only": {"description": "JsonSchema", "input_examples": "CustomTool"},
@@ -72,17 +78,8 @@ IGNORED: dict[str, dict[str, str]] = {
     },
 }
 """Why a field changes nothing, its name, and the classes that have it."""
-NEUTRAL = {
-    "best_of": 1,
-    "early_stopping": False,
-    "echo": False,
-    "function_call": "none",
-    "include_reasoning": True,
-    "length_penalty": 1,
-    "return_tokens_as_token_ids": False,
-    "use_beam_search": False,
-}
-"""Fields of OpenAI's APIs, and the value that asks for nothing."""
+NEUTRAL = {f"only {json.dumps(value)}, which asks for nothing": value for value in (False, True, 1, "none")}
+"""The value that a field has to have to change nothing, by its reason."""
 MAX_KEYS = 1024
 """Keys of one object: each unknown one is an error, which takes 10 microseconds."""
 
@@ -156,19 +153,9 @@ def ignored(cls: type[BaseModel]) -> Mapping[str, str]:
     return {name: why for name, why in known.items() if name not in cls.model_fields}
 
 
-@cache
-def neutral(cls: type[BaseModel]) -> Mapping[str, Any]:
-    """Return the fields of which a class has only the value that asks for nothing, and that value."""
-    has_them = any(base.__name__ == "SamplingRequest" for base in cls.__mro__)
-    return {name: value for name, value in NEUTRAL.items() if has_them and name not in cls.model_fields}
-
-
 def _document_extras(schema: dict[str, Any], cls: type[BaseModel]) -> None:
     schema["additionalProperties"] = {"type": "null"}
     notes = {name: {"description": f"Accepted and ignored: {why}."} for name, why in ignored(cls).items()}
-    for name, value in neutral(cls).items():
-        asks = f"Accepted and ignored: only {json.dumps(value)}, which asks for nothing."
-        notes[name] = {"description": asks, "enum": [value, None]}
     schema.setdefault("properties", {}).update(notes)
 
 
@@ -206,10 +193,12 @@ class RequestModel(BaseModel):
             raise PydanticCustomError("too_long", f"it has {len(data):,} fields, at most {MAX_KEYS:,} are allowed")
 
         def is_nothing(name: str, value: Any) -> bool:
-            same = neutral(cls).get(name)
+            why = ignored(cls).get(name)
+            only = NEUTRAL.get(why or "", value)
             # False equals 0 for Python.
-            is_neutral = value == same and isinstance(value, bool) == isinstance(same, bool)
-            return value is None or name in ignored(cls) or is_neutral
+            return value is None or (
+                why is not None and value == only and isinstance(value, bool) is isinstance(only, bool)
+            )
 
         return {key: value for key, value in data.items() if key in cls.model_fields or not is_nothing(key, value)}
 

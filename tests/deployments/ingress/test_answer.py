@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +78,10 @@ async def test_many_log_probabilities_are_written_on_a_thread(
         def __call__(self, token_id: int, *, is_first: bool = False) -> bytes:
             threads.add(threading.current_thread().name)
             return super().__call__(token_id, is_first=is_first)
+
+        def texts(self, token_ids: Sequence[int], *, is_first: bool = False) -> list[str]:
+            threads.add(threading.current_thread().name)
+            return super().texts(token_ids, is_first=is_first)
 
     def reply(**fields: Any) -> Reply:
         return Reply(**{**fields, "token_bytes": Traced(tokenizer)})

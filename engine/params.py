@@ -133,7 +133,7 @@ def _checked(setting: Any, value: Any) -> Any:
             return [*map(int, value)]
     elif kind is dict:
         allowed = "numbers from -100 to 100, by token id"
-        biases = value.values() if isinstance(value, dict) and are_numbers(value) else [None]
+        biases: Any = value.values() if isinstance(value, dict) and are_numbers(value) else [None]
         if are_numbers(biases, float) and all(-100 <= bias <= 100 for bias in biases):
             return {int(token_id): float(bias) for token_id, bias in value.items()}
     else:

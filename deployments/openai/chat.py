@@ -1,9 +1,7 @@
 """/v1/chat/completions: its request, its body and chunks, and their writer."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from deployments.openai.conversation_fields import ConversationRequest, Messages
 from deployments.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs_field
@@ -25,8 +23,6 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     """Log probabilities of the target for each token."""
     top_logprobs: NumAlternatives | None = None
     """Alternatives to list for each token; only with logprobs."""
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    """Text is all there is."""
     parallel_tool_calls: bool | None = None
     """Whether several calls may be required at once (the default)."""
 

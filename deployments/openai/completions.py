@@ -31,8 +31,6 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     """Text, token ids, or a list of either. No text is the beginning of a document."""
-    suffix: Literal[""] | None = None
-    """Only the empty string: models here continue a text, they insert none."""
     max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     """Tokens to generate at most; 0 only with echo, to score a prompt."""
     best_of: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None

@@ -124,12 +124,12 @@ def completion_logprobs(
     for index, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
         others = position.top_ids if position else []
         text, *texts = token_bytes.texts([token_id, *others], is_first=not offsets.is_begun)
-        # Parts of characters may look alike; the likelier one is kept.
-        top = position and dict([*zip(texts, position.top_logprobs, strict=True)][::-1]) | {text: position.logprob}
         shown.tokens.append(text)
         shown.text_offset.append(offsets.add(token_id, is_echo=index < num_echoed))
-        shown.token_logprobs.append(position and position.logprob)
-        shown.top_logprobs.append(top)
+        shown.token_logprobs.append(position.logprob if position else None)
+        # Parts of characters may look alike; the likelier one is kept.
+        top = [*zip(texts, position.top_logprobs, strict=True)][::-1] if position else []
+        shown.top_logprobs.append(dict(top) | {text: position.logprob} if position else None)
     return shown
 
 

@@ -22,7 +22,6 @@ from deployments.openai.types import (
     MAX_KEYS,
     WHOLE,
     NumAlternatives,
-    OnlyFalse,
     RequestModel,
     at_most,
     refused,
@@ -189,8 +188,6 @@ class ResponsesRequest(SamplingRequest):
     """The form of the answer."""
     reasoning: Reasoning | None = None
     """How much the model thinks."""
-    truncation: Literal["disabled"] | None = None
-    """Input that does not fit is refused, never cut."""
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     """What the model may call."""
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
@@ -206,8 +203,6 @@ class ResponsesRequest(SamplingRequest):
     """How events are sent."""
     metadata: Annotated[dict[str, str], at_most(MAX_KEYS)] | None = None
     """Sent back with the answer."""
-    background: OnlyFalse | None = None
-    """The answer comes on this connection."""
     previous_response_id: Annotated[None, refused(_NOTHING_IS_STORED)] = None
     """Refused: nothing is stored."""
     conversation: Annotated[None, refused(_NOTHING_IS_STORED)] = None
@@ -244,9 +239,7 @@ class ResponsesRequest(SamplingRequest):
         )
 
     def _tools(self) -> list[Tool]:
-        """Return the tools without `strict`, which would be shown to the model."""
-        names = {"name", "description", "parameters"}
-        functions = [Function(**tool.model_dump(include=names)) for tool in self.tools or []]
+        functions = [Function(**tool.model_dump(exclude={"type"})) for tool in self.tools or []]
         return [Tool(type="function", function=function) for function in functions]
 
     def _tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None:

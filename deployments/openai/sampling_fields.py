@@ -17,7 +17,6 @@ from deployments.openai.types import (
     WHOLE,
     Finite,
     NumAlternatives,
-    OnlyFalse,
     RequestModel,
     Salt,
     Seed,
@@ -29,10 +28,7 @@ from engine.errors import RequestError
 
 
 class EventOptions(RequestModel):
-    """How a stream's events are sent."""
-
-    include_obfuscation: OnlyFalse | None = None
-    """Events are not padded to hide the length of their text; true is refused."""
+    """How a stream's events are sent: without padding that hides the length of their text."""
 
 
 class StreamOptions(EventOptions):

@@ -11,7 +11,7 @@ In a response, fields without a default are always sent, null or not; others onl
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pydantic_core
 from pydantic import (
@@ -41,23 +41,30 @@ IGNORED: dict[str, dict[str, str]] = {
         "caller": "ToolUseBlock",
     },
     "only false, which asks for nothing": {
-        "early_stopping echo return_tokens_as_token_ids use_beam_search": "SamplingRequest"
+        "early_stopping echo return_tokens_as_token_ids use_beam_search": "SamplingRequest",
+        "include_obfuscation": "EventOptions",
+        "background": "ResponsesRequest",
     },
     "only true, which asks for nothing": {"include_reasoning": "SamplingRequest"},
     "only 1, which asks for nothing": {"best_of length_penalty": "SamplingRequest"},
     'only "none", which asks for nothing': {"function_call": "SamplingRequest"},
+    'only "", which asks for nothing': {"suffix": "CompletionRequest"},
+    'only "disabled", which asks for nothing': {"truncation": "ResponsesRequest"},
+    'only ["text"], which asks for nothing': {"modalities": "ChatCompletionRequest"},
     "there is one tier": {"service_tier": "SamplingRequest MessagesRequest", "inference_geo speed": "MessagesRequest"},
     "nothing is stored": {"store": "SamplingRequest"},
     "the model sees the conversation only": {"description": "JsonSchema", "input_examples": "CustomTool"},
-    "the answer always matches": {"strict": "JsonSchema"},
-    "a required call always matches the schema, a voluntary one need not": {"strict": "Function CustomTool"},
+    "required calls and answers match their schema, others need not": {"strict": "JsonSchema Function CustomTool"},
     "the input of a call is always sent as it comes": {"eager_input_streaming": "CustomTool"},
     "all tools are shown to the model": {"defer_loading": "CustomTool"},
     "chat templates have no word for it, and the result's text tells the model": {"is_error": "ToolResultBlock"},
     "no model here is trained for it": {"verbosity": "ChatCompletionRequest TextOptions"},
     "no model here is trained for it; `max_tokens` limits thoughts and answer together": {"budget_tokens": "Thinking"},
-    "thoughts are sent whole": {"summary generate_summary": "Reasoning", "display": "Thinking"},
-    "only whole thoughts are shown to the model": {"summary": "InputReasoning"},
+    "thoughts are sent and shown whole": {
+        "summary generate_summary": "Reasoning",
+        "display": "Thinking",
+        "summary": "InputReasoning",
+    },
     "only the server that made these thoughts or calls can read it": {
         "encrypted_content": "InputReasoning",
         "data signature": "ThinkingBlock",
@@ -70,15 +77,16 @@ IGNORED: dict[str, dict[str, str]] = {
         "annotations": "AssistantMessage TextPart InputPart",
         "logprobs": "InputPart",
         "citations index": "TextPart",
+        "index": "PastCall",
+        "provider_specific_fields": "Message PastCall PastFunction",
     },
-    "calls are in their order; clients that join a stream's deltas send it back": {"index": "PastCall"},
-    "LiteLLM sends it back with earlier answers": {"provider_specific_fields": "Message PastCall PastFunction"},
     "other servers' form of thoughts, which are also sent as reasoning_content": {
         "thinking_blocks reasoning_details": "AssistantMessage"
     },
 }
 """Why a field changes nothing, its name, and the classes that have it."""
-NEUTRAL = {f"only {json.dumps(value)}, which asks for nothing": value for value in (False, True, 1, "none")}
+_NOTHINGS = (False, True, 1, "none", "", "disabled", ["text"])
+NEUTRAL = {f"only {json.dumps(value)}, which asks for nothing": value for value in _NOTHINGS}
 """The value that a field has to have to change nothing, by its reason."""
 MAX_KEYS = 1024
 """Keys of one object: each unknown one is an error, which takes 10 microseconds."""
@@ -112,13 +120,6 @@ def refused(reason: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _check_boolean(value: object) -> object:
-    """Refuse 0, which equals false for Python."""
-    if value is not None and not isinstance(value, bool):
-        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
-    return value
-
-
 def at_most(num_keys: int) -> BeforeValidator:
     """Return an annotation of `dict` that counts the keys before it looks at the values, unlike `max_length`."""
 
@@ -132,7 +133,6 @@ def at_most(num_keys: int) -> BeforeValidator:
 
 
 WHOLE = WholeNumber()
-OnlyFalse = Annotated[Literal[False], BeforeValidator(_check_boolean)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_finite)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.completions import CompletionRequest
+from deployments.openai.conversation_fields import AssistantMessage
 from deployments.openai.responses_request import ResponsesRequest
 from deployments.prompts.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.deployments.conftest import client_of
@@ -89,6 +90,11 @@ async def test_what_clients_send_besides_changes_no_prompt(
         assert routers.last is not None
         seen.append((routers.last.prompts, routers.last.params))
     assert seen[0] == seen[1]
+
+
+def test_thoughts_have_two_names() -> None:
+    for names, thoughts in (({"reasoning": "b"}, "b"), ({"reasoning": "b", "reasoning_content": "c"}, "c"), ({}, None)):
+        assert AssistantMessage(role="assistant", content="a", **names).thoughts == thoughts
 
 
 async def test_calls_come_back_with_empty_contents_and_others_signatures(routers: LocalRouters, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ _STATUS_KINDS: Mapping[int, ErrorKind] = {
     404: ErrorKind(404, "invalid_request_error", "route_not_found"),
     405: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
     413: ErrorKind(413, "invalid_request_error", "body_too_large"),
+    415: ErrorKind(415, "invalid_request_error", "unsupported_media_type"),
     431: ErrorKind(431, "invalid_request_error", "headers_too_large"),
 }
 

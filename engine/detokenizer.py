@@ -1,5 +1,9 @@
-"""Detokenizer: turns token ids into text of whole characters, and holds back possible stop strings."""
+"""Detokenizer: turns token ids into text of whole characters, and holds back possible stop strings.
 
+TokenBytes: the bytes that each token adds to a text, which may be part of a character.
+"""
+
+import re
 from collections.abc import Collection, Sequence
 from functools import cache
 
@@ -7,6 +11,11 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
 _UNFINISHED = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of sentencepiece
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The byte of each letter in the tokens of byte-level BPE."""
 
 
 class Detokenizer:
@@ -32,9 +41,8 @@ class Detokenizer:
         """
         self._tokenizer = tokenizer
         self._marks = frozenset(marks)
-        # The tokenizer skips all special tokens or none; with marks, the others are left out here.
-        self._hidden = _special_ids(tokenizer) - self._marks if skip_special and marks else frozenset()
-        self._skip_special = skip_special and not marks
+        self._token_bytes = TokenBytes.of(tokenizer)
+        self._hidden = self._token_bytes.special_ids - self._marks if skip_special else frozenset()
         # A byte-level decoder gives the same text wherever decoding starts. Other decoders drop a whole run of bytes if
         # one of them is invalid, so their text depends on how tokens are split over calls.
         decoder = getattr(tokenizer, "backend_tokenizer", tokenizer).decoder
@@ -42,12 +50,12 @@ class Detokenizer:
         self._stop = tuple(stop)
         # A token's text can depend on the few before it (spaces, bytes), so decoding starts a few tokens earlier. It
         # must not start inside a character: some decoders drop a whole run of bytes if a character is incomplete.
-        for count in (6, 12, 24, 48):
-            self._ids = [token for token in prompt_token_ids[-count:] if token not in self._hidden]
-            self._decoded = self._decode()
-            if not self._decoded.startswith(_UNFINISHED):
-                break
-        self._num_decoded = len(self._ids)
+        ids = [token for token in prompt_token_ids[-48:] if token not in self._hidden]
+        start = max(0, len(ids) - 6)
+        while start and b"\x80" <= self._token_bytes(ids[start])[:1] < b"\xc0":
+            start -= 1
+        self._ids, self._num_decoded = ids[start:], len(ids) - start
+        self._decoded = self._decode()
         self._held = ""
 
     def append(self, token_ids: Sequence[int], *, may_stop: bool = True) -> tuple[str, str | None]:
@@ -72,6 +80,9 @@ class Detokenizer:
             return self._append_one_by_one(token_ids, may_stop)
         if text.endswith(_UNFINISHED):
             return "", None
+        if not text.startswith(self._decoded):
+            # The character that the prompt began is whole, and belongs to that.
+            self._decoded, self._num_decoded = text[: len(self._decoded)], len(self._ids)
         new = self._held + text[len(self._decoded) :]
         if len(text) > len(self._decoded):
             # The new text begins and ends with whole characters, so the next call can start decoding at it.
@@ -108,10 +119,41 @@ class Detokenizer:
         return text
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)
 
 
-@cache
-def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    return frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+class TokenBytes:
+    """The bytes that a token adds to a text, which may be a part of a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        added = backend.get_added_tokens_decoder().items()
+        self.special_ids = frozenset(token_id for token_id, token in added if token.special)
+        self._token = backend.id_to_token
+        self._decode = backend.decoder.decode if backend.decoder is not None else " ".join
+        self._bytes = cache(self._read)
+
+    @staticmethod
+    @cache
+    def of(tokenizer: Tokenizer) -> "TokenBytes":
+        """Return the one object of a tokenizer."""
+        return TokenBytes(tokenizer)
+
+    def __call__(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """Return a token's bytes; some decoders leave out the space of the token that `is_first` in a text."""
+        return self._bytes(token_id, is_first)
+
+    def texts(self, token_ids: Sequence[int], *, is_first: bool = False) -> list[str]:
+        """Return the text of each token, with U+FFFD for bytes that are no whole character."""
+        return [self._bytes(token_id, is_first).decode(errors="replace") for token_id in token_ids]
+
+    def _read(self, token_id: int, is_first: bool) -> bytes:
+        token = self._token(token_id) or ""
+        before = [] if is_first else ["a"]
+        text: str = self._decode([*before, token])[len(before) :]
+        if _UNFINISHED in text:
+            if match := _BYTE_TOKEN.fullmatch(token):
+                return bytes.fromhex(match[1])
+            if all(letter in _BYTE_OF for letter in token):
+                return bytes(_BYTE_OF[letter] for letter in token)
+        return text.encode()

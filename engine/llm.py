@@ -1,6 +1,6 @@
 """LLM: the engine in one process, for scripts and notebooks, with the interface of vLLM's `LLM`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from engine.models.first_layers import check_self_draft
 from engine.models.loader import load_model
 from engine.models.registry import open_model
 from engine.models.source import shared_tokens
-from engine.params import SamplingParams, nth_seed
+from engine.params import SamplingParams, are_numbers, nth_seed
 from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
 from engine.sampling.grammar import Grammars
 from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
+
+Prompt = str | Sequence[int] | dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class LLM:
         check_kinds(target_source, draft_source, method)
         check_self_draft(config, target_source)
         target_source.check_length(config.max_model_len)
-        self._seed = seed
+        self._seed = SamplingParams(seed=seed).seed or 0
         self._num_requests = 0
         self.tokenizer = target_source.tokenizer
         if draft_source is not None:
@@ -132,21 +134,27 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool = True,
     ) -> list[PromptOutput]:
-        """Complete every prompt; prompts are text or token ids, parameters one for all or one each.
+        """Complete every prompt; parameters are one for all, or one each.
+
+        A prompt is text or token ids, also as `{"prompt": text}` or `{"prompt_token_ids": ids}`; `[1, 2]` is one.
 
         Raises:
             RequestError: a prompt or a parameter is invalid for this model; nothing is returned then.
         """
-        texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        is_one = isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable)
+        given: list[Any] = [prompts] if is_one else [*prompts]
+        texts = [given] if given and are_numbers(given) else given
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(texts)
+        if not isinstance(params, list | tuple) or not all(isinstance(entry, SamplingParams) for entry in params):
+            raise RequestError(f"params is {params!r:.80}, allowed are SamplingParams, one or a list", "params")
         if len(params) != len(texts):
-            raise RequestError(f"{len(texts)} prompts came with {len(params)} sampling parameters")
+            raise RequestError(f"{len(texts)} prompts came with {len(params)} sampling parameters", "params")
         pending: dict[str, CompletionOutput] = {}
         try:
             results = [self._add(text, sampling, pending) for text, sampling in zip(texts, params, strict=True)]
@@ -160,10 +168,18 @@ class LLM:
                 self.engine.abort(request_id)
         return results
 
-    def _add(
-        self, prompt: str | Sequence[int], params: SamplingParams, pending: dict[str, CompletionOutput]
-    ) -> PromptOutput:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _add(self, prompt: Any, params: SamplingParams, pending: dict[str, CompletionOutput]) -> PromptOutput:
+        match prompt:
+            case {"prompt": str() as text, **others} if not others:
+                prompt = text
+            case {"prompt_token_ids": token_ids, **others} if not others:
+                prompt = token_ids
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | dict) and are_numbers(ids := [*prompt]):
+            ids = [*map(int, ids)]
+        else:
+            raise RequestError(f"a prompt is {prompt!r:.80}, allowed are texts and lists of token ids", "prompts")
         if params.grammar is not None:
             self._grammars.check(params.grammar)
         result = PromptOutput(prompt if isinstance(prompt, str) else None, ids, [])

@@ -1,7 +1,9 @@
 """SamplingParams: how tokens are drawn and when a text ends, with vLLM's names and ranges."""
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
 from engine.errors import RequestError
 
@@ -20,6 +22,8 @@ def nth_seed(first: int, index: int) -> int:
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are drawn and when they end.
+
+    None is a field's default, but for `max_tokens`: all that there is room for. `stop` may be one string.
 
     Raises:
         RequestError: a value is out of range; the message names the field, the value and the limits.
@@ -55,10 +59,8 @@ class SamplingParams:
     """A grammar that the text must match, made by a function of `engine.sampling.grammar`."""
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and low <= value <= high):
-                raise RequestError(f"{name} is {value}, allowed are {low} to {high}", name)
+        for setting in fields(self):
+            object.__setattr__(self, setting.name, _checked(setting, getattr(self, setting.name)))
         for name in ("top_p", "repetition_penalty"):
             if (value := getattr(self, name)) <= 0:
                 raise RequestError(f"{name} is {value}; it must be above 0", name)
@@ -68,9 +70,6 @@ class SamplingParams:
             object.__setattr__(self, "repetition_penalty", _MIN_REPETITION_PENALTY)
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, max_tokens only {self.max_tokens}", "min_tokens")
-        for token_id, bias in self.logit_bias.items():
-            if not (math.isfinite(bias) and -100 <= bias <= 100):
-                raise RequestError(f"logit_bias of token {token_id} is {bias}, allowed are -100 to 100", "logit_bias")
         if self.fixes_draft_length and self.num_speculative_tokens is None:
             raise RequestError("a fixed draft length needs num_speculative_tokens", "num_speculative_tokens")
         if "" in self.stop:
@@ -90,19 +89,61 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0.0, 100.0),
-    ("top_p", 0.0, 1.0),
-    ("top_k", -1, 2**31 - 1),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("seed", -(2**63), MAX_SEED),
-    ("min_tokens", 0, 2**31 - 1),
-    ("max_tokens", 1, 2**31 - 1),
-    ("logprobs", 0, 20),
-    ("prompt_logprobs", 0, 20),
-    ("num_speculative_tokens", 0, 64),
-    ("n", 1, 128),
-)
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "seed": (-(2**63), MAX_SEED),
+    "min_tokens": (0, 2**31 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "num_speculative_tokens": (0, 64),
+    "n": (1, 128),
+}
+
+
+def _checked(setting: Any, value: Any) -> Any:
+    """Return a field's value in the field's type, the default for None; raise RequestError if it is none."""
+    name, default = setting.name, setting.default
+    if value is None and name == "max_tokens":
+        return 2**31 - 1
+    if default is MISSING:
+        default = setting.default_factory()
+    if value is None:
+        return default
+    kind = type(default)
+    if name in _RANGES:
+        low, high = _RANGES[name]
+        kind, allowed = (float, f"{low} to {high}") if kind is float else (int, f"whole numbers from {low} to {high}")
+        if are_numbers([value], kind) and low <= value <= high:
+            return kind(value)
+    elif name == "stop":
+        allowed = "a text and a list of texts"
+        texts = value if not isinstance(value, str) else [value] if value else []
+        if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
+            return [*texts]
+    elif kind is list:
+        allowed = "lists of token ids"
+        if isinstance(value, list | tuple) and are_numbers(value):
+            return [*map(int, value)]
+    elif kind is dict:
+        allowed = "numbers from -100 to 100, by token id"
+        biases: Any = value.values() if isinstance(value, dict) and are_numbers(value) else [None]
+        if are_numbers(biases, float) and all(-100 <= bias <= 100 for bias in biases):
+            return {int(token_id): float(bias) for token_id, bias in value.items()}
+    else:
+        allowed = "True and False" if kind is bool else "a grammar's text"
+        if isinstance(value, bool if kind is bool else str):
+            return value
+    raise RequestError(f"{name} is {value!r:.80}, allowed are {allowed}", name)
+
+
+def are_numbers(values: Iterable[Any], kind: type = int) -> bool:
+    """Return whether all values are numbers, whole ones for `int`; truth values are none."""
+    number = Integral if kind is int else Real
+    return all(isinstance(value, number) and not isinstance(value, bool) for value in values)

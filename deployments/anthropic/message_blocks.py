@@ -16,20 +16,18 @@ from deployments.openai.conversation_fields import (
     message_of,
 )
 from deployments.openai.tools import PastCall, PastFunction
-from deployments.openai.types import Cacheable, JsonObject, RequestModel
+from deployments.openai.types import JsonObject, RequestModel
 
 
-class ToolResultBlock(Cacheable):
+class ToolResultBlock(RequestModel):
     """The result of a call; other results than text are refused, such as images."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Content | None = None
-    is_error: bool | None = None
-    """Accepted and ignored: chat templates have no word for it, and the result's text tells the model."""
 
 
-class ToolUseBlock(Cacheable):
+class ToolUseBlock(RequestModel):
     """A call in an earlier answer; its input is text if the model wrote no JSON object."""
 
     type: Literal["tool_use"]
@@ -43,10 +41,6 @@ class ThinkingBlock(RequestModel):
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
-    signature: str | None = None
-    """Accepted and ignored: nobody here signs thoughts."""
-    data: str | None = None
-    """Accepted and ignored: only the server that encrypted these thoughts can read them."""
 
 
 class InputTurn(RequestModel):

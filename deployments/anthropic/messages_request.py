@@ -10,14 +10,14 @@ from deployments.openai.conversation_fields import MAX_MESSAGES, AssistantMessag
 from deployments.openai.sampling_fields import CommonRequest
 from deployments.openai.structured_output import JsonSchema, JsonSchemaFormat
 from deployments.openai.tools import ChosenFunction, Function, Tool, ToolChoice
-from deployments.openai.types import MAX_KEYS, WHOLE, Cacheable, JsonObject, Name, RequestModel, StopString, at_most
+from deployments.openai.types import WHOLE, JsonObject, Name, RequestModel, StopString
 from engine.errors import RequestError
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code that differs in every request: no cached prefix would match after it."""
 
 
-class CustomTool(Cacheable):
+class CustomTool(RequestModel):
     """A tool that the client runs; Anthropic's own tools, which servers run, are refused."""
 
     type: Literal["custom"] | None = None
@@ -25,10 +25,6 @@ class CustomTool(Cacheable):
     description: str | None = None
     input_schema: JsonObject
     """The JSON schema of its input, an object."""
-    strict: bool | None = None
-    """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""
-    eager_input_streaming: bool | None = None
-    """Accepted and ignored: the input of a call is always sent as it comes."""
 
 
 class Choice(RequestModel):
@@ -51,10 +47,6 @@ class Thinking(RequestModel):
     """Whether the model thinks: the variables `enable_thinking` and `thinking` of the chat template."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
-    """Accepted and ignored: no model here is trained for it; `max_tokens` limits thoughts and answer together."""
-    display: str | None = None
-    """Accepted and ignored: thoughts are always sent."""
 
 
 class SchemaFormat(RequestModel):
@@ -80,7 +72,7 @@ class ClearThinking(RequestModel):
     keep: Literal["all"]
 
 
-class CountTokensRequest(Cacheable):
+class CountTokensRequest(RequestModel):
     """The body of /v1/messages/count_tokens: a conversation, and what shapes its prompt."""
 
     model: str | None = None
@@ -114,7 +106,7 @@ class CountTokensRequest(Cacheable):
             Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
             for tool in self.tools or []
         ]
-        schema = JsonSchema(name="output", schema=output.format.schema_) if output.format else None
+        schema = JsonSchema(schema=output.format.schema_) if output.format else None
         is_begun = isinstance(messages[-1], AssistantMessage)
         return ChatCompletionRequest(
             messages=messages,
@@ -160,10 +152,6 @@ class MessagesRequest(CountTokensRequest, CommonRequest):
     """Tokens to generate at most."""
     stop_sequences: Annotated[list[StopString], Field(max_length=4)] | None = None
     """Strings that end the text, which does not include them."""
-    metadata: Annotated[dict[str, str | None], at_most(MAX_KEYS)] | None = None
-    """Accepted and ignored: it cannot change the text."""
-    service_tier: str | None = None
-    """Accepted and ignored: there is one tier."""
 
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request; raise RequestError for too many messages, or a trace."""

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import TYPE_CHECKING
 
+from deployments.errors import ErrorKind
 from engine.errors import QueueFullError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ LONGEST_TURN_S = 0.01
 """How long the first request that waits is held up by a busy event loop."""
 
 
-_end_preparation: ContextVar[Callable[[], None]] = ContextVar("end of preparation", default=lambda: None)
+_preparation: ContextVar[tuple[set[object], object]] = ContextVar("all, and this one", default=(set(), None))
 _owner: ContextVar[str] = ContextVar("owner", default="")
 
 
@@ -61,15 +61,23 @@ class Admission:
         preparation = object()
         self._open[owner] += 1
         self._preparing.add(preparation)
-        end = partial(self._preparing.discard, preparation)
-        token, owner_token = _end_preparation.set(end), _owner.set(owner)
+        token, owner_token = _preparation.set((self._preparing, preparation)), _owner.set(owner)
         try:
             yield
         finally:
-            _end_preparation.reset(token)
+            _preparation.reset(token)
             _owner.reset(owner_token)
-            end()
+            self._preparing.discard(preparation)
             self._open -= Counter((owner,))  # which drops owners without requests
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the current request is being prepared, and no Router counts it."""
+        return _preparation.get()[1] in self._preparing
+
+    def count_refusal(self, kind: ErrorKind) -> None:
+        """Count a refused request by its error."""
+        self._routers.count_refusal(kind.code or kind.type)
 
     async def turn(self) -> None:
         """Wait until a request may be begun: one after the other, when the event loop has little else to do.
@@ -93,4 +101,5 @@ def current_owner() -> str:
 
 def submitted() -> None:
     """Say that a Router counts the current request from now on."""
-    _end_preparation.get()()
+    preparing, preparation = _preparation.get()
+    preparing.discard(preparation)

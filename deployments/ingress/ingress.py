@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from ray.serve.handle import DeploymentHandle
@@ -27,7 +27,7 @@ from deployments.ingress.health import Health, add_health_routes, health_of
 from deployments.ingress.routes import answers, json_response, make_api
 from deployments.ingress.server_info import ModelCard, ModelList, Version, announcement, fingerprint, installed_version
 from deployments.observe.logs import in_background, limited_start, set_log_format
-from deployments.observe.metrics import ReplicaMetrics, exposition
+from deployments.observe.metrics import ReplicaMetrics, exposition, in_scope
 from deployments.observe.tracing import traceparent
 from deployments.openai.chat import ChatCompletion, ChatCompletionRequest, ChatWriter
 from deployments.openai.completions import Completion, CompletionRequest, CompletionWriter
@@ -205,9 +205,9 @@ class Ingress:
         device, known = self.config.target.device, self._fingerprint or None
         return json_response(Version(version=installed_version(), device=device, system_fingerprint=known))
 
-    async def metrics(self) -> Response:
-        """Return Prometheus metrics of all replicas, each with its own label."""
-        collected = await self._routers.collect()
+    async def metrics(self, request: Request, scope: str = "all") -> Response:
+        """Return Prometheus metrics of all replicas, or of those on the URL's node (local), each with its own label."""
+        collected = in_scope(await self._routers.collect(), scope, request.url.hostname or "")
         return Response(exposition(collected, self.config.model_name), media_type=CONTENT_TYPE_LATEST)
 
     def _health(self) -> Health:
@@ -264,7 +264,7 @@ class Ingress:
             model=self.config.model_name,
             fingerprint=self._fingerprint,
             prompts=prompts,
-            token_texts=self._encoder.token_texts,
+            token_bytes=self._encoder.token_bytes,
             num_speculative_tokens=model.num_speculative_tokens,
             predicted_token_ids=await self._encoder.encode_prediction(request.prediction, model.max_model_len),
         )

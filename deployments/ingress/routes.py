@@ -24,7 +24,7 @@ def answers(
     """Return what /openapi.json says of a route that answers with a `model`, with events or with an `error`."""
     content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
     errors: dict[int | str, Any] = {
-        status: {"model": error} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
+        status: {"model": error} for status in (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503)
     }
     return {200: {"model": model, **({"content": content} if streams else {})}, **errors}
 
@@ -39,7 +39,7 @@ def make_api(config: IngressConfig, keys: Sequence[str], admission: Admission) -
     # No redirects from `/path/` to `/path`: their address would be made of the Host header.
     api = FastAPI(title="Paceline", redoc_url=None, redirect_slashes=False)
     api.router.route_class = route_class(Bodies())
-    _handle_errors(api)
+    _handle_errors(api, admission)
     _document(api)
     api.add_middleware(Guard, limits=config.limits, api_keys=keys, admission=admission)
     if (tracer := make_tracer()) is not None:  # around the Guard, so that refusals are traced, too
@@ -72,26 +72,27 @@ def _document(api: FastAPI) -> None:
     api.openapi = openapi  # type: ignore[method-assign]
 
 
-def _handle_errors(api: FastAPI) -> None:
+def _handle_errors(api: FastAPI, admission: Admission) -> None:
+    def answer(kind: ErrorKind, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+        if admission.is_preparing:
+            admission.count_refusal(kind)
+        return JSONResponse(body, status_code=kind.status, headers=headers)
+
     @api.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         kind = kind_of_status(400)
-        return _error(kind, error_body(kind, *validation_message(error.errors(), error.body)))
+        return answer(kind, error_body(kind, *validation_message(error.errors(), error.body)))
 
     @api.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         kind = kind_of_status(error.status_code)
         message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-        return _error(kind, error_body(kind, message), {**headers_of(kind), **(error.headers or {})})
+        return answer(kind, error_body(kind, message), {**headers_of(kind), **(error.headers or {})})
 
     async def raised(_: Request, error: Exception) -> Response:
         kind, body = describe(error)
-        return _error(kind, body, headers_of(kind, error))
+        return answer(kind, body, headers_of(kind, error))
 
     for error_class in KINDS:
         api.add_exception_handler(error_class, raised)
     api.add_exception_handler(Exception, raised)
-
-
-def _error(kind: ErrorKind, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(body, status_code=kind.status, headers=headers)

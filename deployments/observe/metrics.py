@@ -17,21 +17,23 @@ Names are vLLM's, so that its dashboards and load tools work. The usual queries:
     median time to first     histogram_quantile(0.5, rate(vllm:time_to_first_token_seconds_bucket[1m]))
 
 Every sample has a label `replica`, Serve's name of the Router or Ingress that counted it, and any Ingress answers for
-all, so scrape one address, such as a load balancer's. The queries above are for each replica; for all together,
-write `sum without (replica) (rate(...))`.
+all, so scrape one address, such as a load balancer's; gateways that scrape every pod ask for `?scope=local`, its own.
+The queries above are for each replica; for all together, write `sum without (replica) (rate(...))`.
 
 Counters of rounds and of their times have a label `phase`: prefill where prompts were computed, else decode. As in
 vLLM, `vllm:inter_token_latency_seconds` is the time between two rounds of a sequence, which bring several tokens with
 drafts; `vllm:request_time_per_output_token_seconds` is the time per token.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import starmap
 from types import SimpleNamespace
 from typing import Any
 
+import ray
 from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -49,6 +51,7 @@ from deployments.observe.tracing import TracedStats, make_tracer
 from deployments.wire import Generation
 from engine.control.stats import REQUEST_BOUNDS_S, Distribution, token_bounds
 from engine.engine import Engine
+from engine.errors import RequestError
 
 _Row = tuple[Any, ...]
 """A metric's name, its text, its value or a value for each value of its labels, and the names of these."""
@@ -243,7 +246,7 @@ class IngressMetrics:
     def collect(self) -> list[Metric]:
         """Return all metrics."""
         resubmitted = "Requests that were sent to another Router, by the reason why the first could not continue."
-        ended = "Requests that have ended: finished; failed, by the error's code; aborted by their client."
+        ended = "Requests that have ended: finished; aborted by their client; failed or refused, by the error's code."
         rows: list[_Row] = [
             ("paceline:resubmissions", resubmitted, self.resubmissions, "reason"),
             ("paceline:requests_started", "Requests that were sent to a Router.", self.num_started),
@@ -254,10 +257,21 @@ class IngressMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetrics:
-    """The metrics of one replica, by Serve's name of it."""
+    """The metrics of one replica, by Serve's name of it, and its node's address."""
 
     replica: str
     metrics: list[Metric]
+    node: str = field(default_factory=ray.util.get_node_ip_address)
+
+
+def in_scope(replicas: list[ReplicaMetrics], scope: str, host: str) -> list[ReplicaMetrics]:
+    """Return the metrics of all replicas, or of those on the node whose address is the URL's host."""
+    if scope == "all":
+        return replicas
+    if scope != "local" or not re.fullmatch(r"[\d.]+|[\da-f:]+", host):
+        allowed = "all, or local if the URL has a node's address"
+        raise RequestError(f"scope is {scope[:80]!r} at {host[:80]!r}; it must be {allowed}", "scope")
+    return [replica for replica in replicas if replica.node == host]
 
 
 def exposition(replicas: Sequence[ReplicaMetrics], model_name: str) -> bytes:

@@ -1,9 +1,7 @@
 """/v1/chat/completions: its request, its body and chunks, and their writer."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from deployments.openai.conversation_fields import ConversationRequest, Messages
 from deployments.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs_field
@@ -11,7 +9,7 @@ from deployments.openai.message_parts import CallArguments, CallStart, Content, 
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.tools import MessageForm, ToolChoice, ToolForm, required_call
-from deployments.openai.types import WHOLE, NumAlternatives, ResponseModel
+from deployments.openai.types import NumAlternatives, ResponseModel
 from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Round, Usage, Writer, event
 from engine.protocols import RequestOutput
 
@@ -21,18 +19,12 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
 
     messages: Messages
     """The conversation."""
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
-    """Tokens to generate at most; the newer name of max_tokens. Without either: all the room that is left."""
     logprobs: bool | None = None
     """Log probabilities of the target for each token."""
     top_logprobs: NumAlternatives | None = None
     """Alternatives to list for each token; only with logprobs."""
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    """Text is all there is."""
     parallel_tool_calls: bool | None = None
     """Whether several calls may be required at once (the default)."""
-    verbosity: str | None = None
-    """Accepted and ignored: no model here is trained for it."""
 
     def grammar_source(self, tool_form: ToolForm | None) -> GrammarSource | None:
         """Return the grammar of a required call in `tool_form`, or else the client's own constraint.
@@ -118,7 +110,7 @@ class ChatWriter(Writer):
         """Return the chunks with the next tokens of a choice: one for each part of the message, at least one."""
         logprobs = None
         if output.logprobs is not None:
-            logprobs = chat_logprobs(output.token_ids, output.logprobs, self.reply.token_texts)
+            logprobs = chat_logprobs(output.token_ids, output.logprobs, self.reply.token_bytes)
         parts = self.read(choice, output.text, is_last=output.finish_reason is not None)
         # One part in a chunk: clients join the deltas of a call by its index, and expect each index once in a chunk.
         deltas = [_delta(part) for part in parts] or [{"content": ""}]
@@ -143,7 +135,7 @@ class ChatWriter(Writer):
             ChatChoice(
                 index=choice.index,
                 message=self._message(choice),
-                logprobs=chat_logprobs(choice.token_ids, choice.logprobs, self.reply.token_texts)
+                logprobs=chat_logprobs(choice.token_ids, choice.logprobs, self.reply.token_bytes)
                 if choice.logprobs
                 else None,
                 finish_reason=self._finish_reason(choice),
@@ -157,7 +149,7 @@ class ChatWriter(Writer):
             **self.common_fields("chat.completion"),
             choices=choices,
             **self.ids_field(prompt_token_ids=self.choices[0].prompt_token_ids),
-            **prompt_logprobs_field(self.request.prompt_logprobs, self.choices[0], self.reply.token_texts),
+            **prompt_logprobs_field(self.request.prompt_logprobs, self.choices[0], self.reply.token_bytes),
             **self.usage_fields(),
         )
 

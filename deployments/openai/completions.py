@@ -1,12 +1,18 @@
 """/v1/completions: its request, its body and chunks, and their writer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.openai.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs_field
+from deployments.openai.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    TextOffsets,
+    completion_logprobs,
+    prompt_logprobs_field,
+)
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.types import WHOLE, NumAlternatives, ResponseModel, TokenId
 from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Round, Usage, Writer, event
@@ -25,8 +31,6 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     """Text, token ids, or a list of either. No text is the beginning of a document."""
-    suffix: Literal[""] | None = None
-    """Only the empty string: models here continue a text, they insert none."""
     max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     """Tokens to generate at most; 0 only with echo, to score a prompt."""
     best_of: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
@@ -70,6 +74,7 @@ class CompletionWriter(Writer):
 
     request: CompletionRequest
     echoes: Sequence[str] = ()
+    offsets: dict[int, TextOffsets] = field(default_factory=dict, init=False)
 
     @property
     def _is_scored(self) -> bool:
@@ -102,7 +107,7 @@ class CompletionWriter(Writer):
                 choice,
                 has_prompt=bool(self.request.echo),
                 **self.ids_field(prompt_token_ids=choice.prompt_token_ids),
-                **prompt_logprobs_field(self.request.prompt_logprobs, choice, self.reply.token_texts),
+                **prompt_logprobs_field(self.request.prompt_logprobs, choice, self.reply.token_bytes),
             )
             for choice in self.choices
         ]
@@ -120,7 +125,12 @@ class CompletionWriter(Writer):
         """Return tokens of a choice, the whole choice or the next ones, after its prompt if that is echoed here."""
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = completion_logprobs(choice, tokens, self._scores(tokens), self.reply.token_texts)
+            token_bytes, skips = self.reply.token_bytes, self.request.skip_special_tokens is not False
+            if choice.index not in self.offsets:
+                before = [] if self.request.echo else choice.prompt_token_ids
+                self.offsets[choice.index] = TextOffsets(token_bytes, before, skips_special=skips)
+            offsets = self.offsets[choice.index]
+            logprobs = completion_logprobs(choice, tokens, self._scores(tokens), token_bytes, offsets)
         return CompletionChoice(
             index=choice.index,
             text=(self.echoes[choice.index // self.n] if has_prompt else "") + tokens.text,

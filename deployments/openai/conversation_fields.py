@@ -5,20 +5,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from deployments.openai.tools import PastCall, Tool, ToolChoice
-from deployments.openai.types import Cacheable, JsonObject, Name, RequestModel
+from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class TextPart(Cacheable):
+class TextPart(RequestModel):
     """A piece of a message's text."""
 
     type: Literal["text"]
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | list[TextPart]
 
 
 def text_of(content: Content | None) -> str:
@@ -26,14 +26,12 @@ def text_of(content: Content | None) -> str:
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
-class Message(Cacheable):
+class Message(RequestModel):
     """What messages of all roles share: text, or parts of text. Other parts (images, audio) are refused."""
 
     content: Content | None
     name: Name | None = None
     """The speaker's name, for chat templates that show it."""
-    provider_specific_fields: dict[str, Any] | None = None
-    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
     def text(self) -> str:
         """Return the content as one string."""
@@ -65,17 +63,20 @@ class AssistantMessage(Message):
     """The calls in it."""
     reasoning_content: str | None = None
     """What the model thought before it, for chat templates that show it."""
-    thinking_blocks: list[Any] | None = None
-    """Accepted and ignored: LiteLLM sends it back with earlier answers, and the thoughts as reasoning_content."""
-    annotations: list[Any] | None = None
-    """Accepted and ignored: earlier answers come back with it."""
+    reasoning: str | None = None
+    """vLLM's name of reasoning_content, which wins."""
+
+    @property
+    def thoughts(self) -> str | None:
+        """What the model thought."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
 
 class ToolMessage(Message):
     """The result of a call."""
 
     role: Literal["tool"]
-    content: Content
+    content: Content | None = None
     tool_call_id: str
     """The call."""
 

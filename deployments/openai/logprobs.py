@@ -1,10 +1,12 @@
 """Log probabilities of tokens, as completions and as chat completions show them."""
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from deployments.openai.types import ResponseModel
-from deployments.openai.writer import Choice, TokenTexts
+from deployments.openai.writer import Choice
+from engine.detokenizer import TokenBytes
 from engine.protocols import RequestOutput, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
@@ -58,7 +60,7 @@ def num_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
 
 
 def prompt_logprobs_field(
-    num_alternatives: int | None, choice: Choice, token_texts: TokenTexts
+    num_alternatives: int | None, choice: Choice, token_bytes: TokenBytes
 ) -> dict[str, PromptLogprobs]:
     """Return the field with the prompt's log probabilities, if requested."""
     if num_alternatives is None:
@@ -70,61 +72,82 @@ def prompt_logprobs_field(
         ranks = [position.rank, *range(1, num_alternatives + 1)]
         return {
             token: PromptLogprob(logprob=max(logprob, LEAST_LOGPROB), rank=rank, decoded_token=text)
-            for token, logprob, rank, text in zip(ids, logprobs, ranks, token_texts(ids), strict=True)
+            for token, logprob, rank, text in zip(ids, logprobs, ranks, token_bytes.texts(ids), strict=True)
         }
 
     scores = choice.prompt_logprobs or []
     return {"prompt_logprobs": [None, *map(by_id, choice.prompt_token_ids[1:], scores)]}
 
 
+class TextOffsets:
+    """Finds where tokens begin in a growing text, in characters; those inside a character, where that begins."""
+
+    def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int], *, skips_special: bool) -> None:
+        """Start after a prompt, or without one if the text begins with it."""
+        self._token_bytes, self._hidden = token_bytes, token_bytes.special_ids if skips_special else frozenset()
+        before = [token_id for token_id in prompt if token_id not in self._hidden]
+        self.is_begun = bool(before)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(map(token_bytes, before[-3:])))
+        # A character that the prompt began is no part of the text.
+        self._length = -bool(self._decoder.getstate()[0])
+
+    def add(self, token_id: int, *, is_echo: bool) -> int:
+        """Return where the next token begins; an echo has no special tokens."""
+        if token_id in (self._token_bytes.special_ids if is_echo else self._hidden):
+            return max(0, self._length)
+        data = self._token_bytes(token_id, is_first=not self.is_begun)
+        self.is_begun = True
+        start = self._length + len(self._decoder.decode(data[:1]))
+        is_inside = bool(self._decoder.getstate()[0])
+        self._length = start + len(self._decoder.decode(data[1:]))
+        return max(0, start - (bool(data) and not is_inside))
+
+
 def completion_logprobs(
     choice: Choice,
     tokens: Choice | RequestOutput,
     prompt_logprobs: Sequence[TokenLogprobs] | None,
-    token_texts: TokenTexts,
+    token_bytes: TokenBytes,
+    offsets: TextOffsets,
 ) -> CompletionLogprobs:
     """Return the log probabilities of the next tokens of a completion.
 
-    `choice` keeps how many characters were returned; `prompt_logprobs` begin at an echoed prompt's second token.
+    `prompt_logprobs` begin at an echoed prompt's second token.
     """
-    token_ids = tokens.token_ids
+    token_ids, num_echoed = tokens.token_ids, 0
     positions: list[TokenLogprobs | None] = [*(tokens.logprobs or [])]
     if prompt_logprobs is not None:
-        token_ids = choice.prompt_token_ids + token_ids
+        token_ids, num_echoed = choice.prompt_token_ids + token_ids, len(choice.prompt_token_ids)
         positions = [None, *prompt_logprobs, *positions]
-    texts = token_texts(token_ids)
-    offsets = []
-    for text in texts:
-        offsets.append(choice.num_logprob_chars)
-        choice.num_logprob_chars += len(text)
-    return CompletionLogprobs(
-        text_offset=offsets,
-        token_logprobs=[position.logprob if position else None for position in positions],
-        tokens=texts,
-        top_logprobs=[
-            dict(zip(token_texts(position.top_ids), position.top_logprobs, strict=True)) | {text: position.logprob}
-            if position
-            else None
-            for text, position in zip(texts, positions, strict=True)
-        ],
-    )
+    shown = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for index, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
+        others = position.top_ids if position else []
+        text, *texts = token_bytes.texts([token_id, *others], is_first=not offsets.is_begun)
+        shown.tokens.append(text)
+        shown.text_offset.append(offsets.add(token_id, is_echo=index < num_echoed))
+        shown.token_logprobs.append(position.logprob if position else None)
+        # Parts of characters may look alike; the likelier one is kept.
+        top = [*zip(texts, position.top_logprobs, strict=True)][::-1] if position else []
+        shown.top_logprobs.append(dict(top) | {text: position.logprob} if position else None)
+    return shown
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], token_texts: TokenTexts) -> ChatLogprobs:
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> ChatLogprobs:
     """Return the log probabilities of tokens of a message."""
+
+    def fields(token_id: int, logprob: float) -> dict[str, Any]:
+        data = token_bytes(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": [*data]}
+
     return ChatLogprobs(
         content=[
             TokenLogprob(
-                **_alternative(text, position.logprob),
+                **fields(token_id, position.logprob),
                 top_logprobs=[
-                    TopLogprob(**_alternative(top, logprob))
-                    for top, logprob in zip(token_texts(position.top_ids), position.top_logprobs, strict=True)
+                    TopLogprob(**fields(*top)) for top in zip(position.top_ids, position.top_logprobs, strict=True)
                 ],
             )
-            for text, position in zip(token_texts(token_ids), logprobs, strict=True)
+            for token_id, position in zip(token_ids, logprobs, strict=True)
         ]
     )
-
-
-def _alternative(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

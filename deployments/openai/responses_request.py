@@ -22,7 +22,6 @@ from deployments.openai.types import (
     MAX_KEYS,
     WHOLE,
     NumAlternatives,
-    OnlyFalse,
     RequestModel,
     at_most,
     refused,
@@ -38,21 +37,6 @@ class InputPart(RequestModel):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: list[Any] | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-    logprobs: list[Any] | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-
-
-class InputItem(RequestModel):
-    """What items of all kinds share."""
-
-    id: str | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-    status: str | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-    provider_specific_fields: dict[str, Any] | None = None
-    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
 class InputThought(RequestModel):
@@ -62,19 +46,15 @@ class InputThought(RequestModel):
     text: str
 
 
-class InputReasoning(InputItem):
+class InputReasoning(RequestModel):
     """Thoughts before an earlier answer, for chat templates that show them."""
 
     type: Literal["reasoning"]
-    summary: list[Any] | None = None
-    """Accepted and ignored: only whole thoughts are shown to the model."""
     content: list[InputThought] | None = None
     """The thoughts."""
-    encrypted_content: str | None = None
-    """Accepted and ignored: only the server that encrypted these thoughts can read them."""
 
 
-class InputMessage(InputItem):
+class InputMessage(RequestModel):
     """One message of a conversation."""
 
     type: Literal["message"] | None = None
@@ -82,7 +62,7 @@ class InputMessage(InputItem):
     content: str | Annotated[list[InputPart], Field(min_length=1)]
 
 
-class InputCall(InputItem):
+class InputCall(RequestModel):
     """A call in an earlier answer."""
 
     type: Literal["function_call"]
@@ -92,7 +72,7 @@ class InputCall(InputItem):
     """A JSON object, as text. It may have been cut by max_output_tokens."""
 
 
-class InputCallResult(InputItem):
+class InputCallResult(RequestModel):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -166,8 +146,6 @@ class TextOptions(RequestModel):
 
     format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
     """Any text, a JSON object, or JSON that a schema accepts."""
-    verbosity: str | None = None
-    """Accepted and ignored: no model here is trained for it."""
 
 
 class Reasoning(RequestModel):
@@ -175,10 +153,6 @@ class Reasoning(RequestModel):
 
     effort: ReasoningEffort | None = None
     """As `reasoning_effort` of /v1/chat/completions."""
-    summary: str | None = None
-    """Accepted and ignored: thoughts are sent whole."""
-    generate_summary: str | None = None
-    """Accepted and ignored: thoughts are sent whole."""
 
 
 Includable = Literal[
@@ -214,16 +188,12 @@ class ResponsesRequest(SamplingRequest):
     """The form of the answer."""
     reasoning: Reasoning | None = None
     """How much the model thinks."""
-    truncation: Literal["disabled"] | None = None
-    """Input that does not fit is refused, never cut."""
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     """What the model may call."""
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     """Whether it must: auto (the default) leaves it to the model; a required call follows its schema."""
     parallel_tool_calls: bool | None = None
     """Whether several calls may be required at once (the default)."""
-    max_tool_calls: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Accepted and ignored: it counts calls of tools that a server runs, and this one runs none."""
     include: list[Includable] | None = None
     """What else to send: log probabilities of the text, if it has no tools. The rest belongs to tools not here,
     or to thoughts, which are sent anyway, and changes nothing."""
@@ -233,8 +203,6 @@ class ResponsesRequest(SamplingRequest):
     """How events are sent."""
     metadata: Annotated[dict[str, str], at_most(MAX_KEYS)] | None = None
     """Sent back with the answer."""
-    background: OnlyFalse | None = None
-    """The answer comes on this connection."""
     previous_response_id: Annotated[None, refused(_NOTHING_IS_STORED)] = None
     """Refused: nothing is stored."""
     conversation: Annotated[None, refused(_NOTHING_IS_STORED)] = None
@@ -271,9 +239,7 @@ class ResponsesRequest(SamplingRequest):
         )
 
     def _tools(self) -> list[Tool]:
-        """Return the tools without `strict`, which would be shown to the model."""
-        names = {"name", "description", "parameters"}
-        functions = [Function(**tool.model_dump(include=names)) for tool in self.tools or []]
+        functions = [Function(**tool.model_dump(exclude={"type"})) for tool in self.tools or []]
         return [Tool(type="function", function=function) for function in functions]
 
     def _tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None:

@@ -160,7 +160,7 @@ class ResponsesWriter(ChatWriter):
 
     def _add(self, choice: Choice, tokens: Choice | RequestOutput, *, is_last: bool) -> str:
         if tokens.logprobs:
-            self.logprobs += chat_logprobs(tokens.token_ids, tokens.logprobs, self.reply.token_texts).content
+            self.logprobs += chat_logprobs(tokens.token_ids, tokens.logprobs, self.reply.token_bytes).content
         return "".join(self._add_part(part) for part in self.read(choice, tokens.text, is_last=is_last))
 
     def _add_part(self, part: Part) -> str:
@@ -248,7 +248,7 @@ class ResponsesWriter(ChatWriter):
             shown = request.text.format
             text_format = {"type": shown.type, **shown.model_dump(by_alias=True, exclude_none=True)}
         choice, tools = request.tool_choice or "auto", request.tools or []
-        num_thoughts = self._num_thoughts(lambda: self.reply.token_texts(self.choices[0].token_ids))
+        num_thoughts = self._num_thoughts(lambda: self.reply.token_bytes.texts(self.choices[0].token_ids))
         response_usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=usage.prompt_tokens_details,

@@ -1,7 +1,7 @@
 """The request fields that several APIs share: how to draw tokens, and how to send them."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,11 +14,9 @@ from deployments.openai.structured_output import (
     structured_source,
 )
 from deployments.openai.types import (
-    MAX_KEYS,
     WHOLE,
     Finite,
     NumAlternatives,
-    OnlyFalse,
     RequestModel,
     Salt,
     Seed,
@@ -30,10 +28,7 @@ from engine.errors import RequestError
 
 
 class EventOptions(RequestModel):
-    """How a stream's events are sent."""
-
-    include_obfuscation: OnlyFalse | None = None
-    """Events are not padded to hide the length of their text; true is refused."""
+    """How a stream's events are sent: without padding that hides the length of their text."""
 
 
 class StreamOptions(EventOptions):
@@ -121,22 +116,6 @@ class SamplingRequest(CommonRequest):
     """Strings that end the text, which does not include them. No text and no strings are none."""
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""
-    user: str | None = None
-    """Accepted and ignored: it cannot change the text."""
-    metadata: Annotated[dict[str, str], at_most(MAX_KEYS)] | None = None
-    """Accepted and ignored: it cannot change the text."""
-    safety_identifier: str | None = None
-    """Accepted and ignored: it cannot change the text."""
-    service_tier: str | None = None
-    """Accepted and ignored: there is one tier."""
-    store: bool | None = None
-    """Accepted and ignored: nothing is stored."""
-    prompt_cache_key: str | None = None
-    """Accepted and ignored: equal prefixes are found without it; `cache_salt` keeps requests from sharing them."""
-    prompt_cache_retention: str | None = None
-    """Accepted and ignored: prefixes stay cached until their room is needed."""
-    prompt_cache_options: dict[str, Any] | None = None
-    """Accepted and ignored: prefixes stay cached until their room is needed."""
 
 
 class GenerationRequest(SamplingRequest):
@@ -145,7 +124,9 @@ class GenerationRequest(SamplingRequest):
     n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
     """Choices per prompt."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
-    """Tokens to generate at most."""
+    """Tokens to generate at most. Without a limit, a chat takes all the room that is left, a completion 16."""
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
+    """The newer name of max_tokens."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     """Tokens to generate before any stop condition counts."""
     logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], at_most(300)] | None = None

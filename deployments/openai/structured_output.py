@@ -40,14 +40,10 @@ class JsonObjectFormat(RequestModel):
 class JsonSchema(RequestModel):
     """A JSON schema and its name."""
 
-    name: Name
+    name: Name | None = None
     """Not shown to the model."""
     schema_: JsonObject = Field(alias="schema")
     """The schema."""
-    description: str | None = None
-    """Accepted and ignored: the model sees the conversation only."""
-    strict: bool | None = None
-    """Accepted and ignored: the answer always matches."""
 
 
 class JsonSchemaFormat(RequestModel):

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from deployments.openai.structured_output import GrammarSource, Thoughts
 from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
-from engine.sampling.grammar import JSON_OPTIONS, literal
+from engine.sampling.grammar import JSON_OPTIONS, literal, without_annotations
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
@@ -35,8 +35,6 @@ class Function(RequestModel):
     """What it does, for the model."""
     parameters: JsonObject | None = None
     """The JSON schema of its arguments, an object; null is no arguments."""
-    strict: bool | None = None
-    """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""
 
 
 class OfFunctions(RequestModel):
@@ -69,8 +67,6 @@ class PastFunction(RequestModel):
     name: str
     arguments: str
     """A JSON object, as text; no text is no arguments. It may have been cut by max_tokens."""
-    provider_specific_fields: dict[str, Any] | None = None
-    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
 class PastCall(OfFunctions):
@@ -78,10 +74,6 @@ class PastCall(OfFunctions):
 
     id: str
     function: PastFunction
-    index: int | None = None
-    """Accepted and ignored: calls are in their order; clients that join a stream's deltas send it back."""
-    provider_specific_fields: dict[str, Any] | None = None
-    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +99,7 @@ class ToolForm:
         lines = [f"start: {start} call {end}{more}", f"call: {calls}"]
         for i, tool in enumerate(tools):
             parameters = tool.function.parameters or {"properties": {}, "additionalProperties": False}
-            schema = {"type": "object", **parameters, "x-guidance": JSON_OPTIONS}
+            schema = {"type": "object", **without_annotations(parameters), "x-guidance": JSON_OPTIONS}
             head = json.dumps(f'{{"name": "{tool.function.name}", "{self.arguments}": ')
             lines += [
                 f'call{i}: {head} arguments{i} "}}"',

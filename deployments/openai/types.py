@@ -2,14 +2,16 @@
 
 In a request, null means a field's default, also for unknown fields; any other unknown field is refused by name. Types
 are strict, as at OpenAI: a number in quotes is an error, but 4.0 is an integer, as in JSON Schema. The first wrong
-item of a list ends its validation. Fields described as `Accepted and ignored` are listed in `deployments/README.md`.
-Limits of a single field are in its type.
+item of a list ends its validation. Limits of a single field are in its type. `IGNORED` are the fields that clients send
+and that change nothing, whatever they hold; those in `NEUTRAL` only with that value.
 
 In a response, fields without a default are always sent, null or not; others only if set.
 """
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any
 
 import pydantic_core
 from pydantic import (
@@ -24,6 +26,68 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+IGNORED: dict[str, dict[str, str]] = {
+    "prefixes stay cached until their room is needed": {
+        "cache_control": "TextPart Message Tool ToolResultBlock ToolUseBlock CustomTool CountTokensRequest",
+        "prompt_cache_retention prompt_cache_options": "SamplingRequest",
+    },
+    "equal prefixes are found without it; `cache_salt` keeps requests from sharing them": {
+        "prompt_cache_key": "SamplingRequest"
+    },
+    "it cannot change the text": {
+        "user safety_identifier": "SamplingRequest",
+        "metadata": "SamplingRequest MessagesRequest Message",
+        "agent model timestamp usage messageId traceId": "Message",
+        "caller": "ToolUseBlock",
+    },
+    "only false, which asks for nothing": {
+        "early_stopping echo return_tokens_as_token_ids use_beam_search": "SamplingRequest",
+        "include_obfuscation": "EventOptions",
+        "background": "ResponsesRequest",
+    },
+    "only true, which asks for nothing": {"include_reasoning": "SamplingRequest"},
+    "only 1, which asks for nothing": {"best_of length_penalty": "SamplingRequest"},
+    'only "none", which asks for nothing': {"function_call": "SamplingRequest"},
+    'only "", which asks for nothing': {"suffix": "CompletionRequest"},
+    'only "disabled", which asks for nothing': {"truncation": "ResponsesRequest"},
+    'only ["text"], which asks for nothing': {"modalities": "ChatCompletionRequest"},
+    "there is one tier": {"service_tier": "SamplingRequest MessagesRequest", "inference_geo speed": "MessagesRequest"},
+    "nothing is stored": {"store": "SamplingRequest"},
+    "the model sees the conversation only": {"description": "JsonSchema", "input_examples": "CustomTool"},
+    "required calls and answers match their schema, others need not": {"strict": "JsonSchema Function CustomTool"},
+    "the input of a call is always sent as it comes": {"eager_input_streaming": "CustomTool"},
+    "all tools are shown to the model": {"defer_loading": "CustomTool"},
+    "chat templates have no word for it, and the result's text tells the model": {"is_error": "ToolResultBlock"},
+    "no model here is trained for it": {"verbosity": "ChatCompletionRequest TextOptions"},
+    "no model here is trained for it; `max_tokens` limits thoughts and answer together": {"budget_tokens": "Thinking"},
+    "thoughts are sent and shown whole": {
+        "summary generate_summary": "Reasoning",
+        "display": "Thinking",
+        "summary": "InputReasoning",
+    },
+    "only the server that made these thoughts or calls can read it": {
+        "encrypted_content": "InputReasoning",
+        "data signature": "ThinkingBlock",
+        "extra_content": "PastCall",
+    },
+    "it counts calls of tools that a server runs, and this one runs none": {"max_tool_calls": "ResponsesRequest"},
+    "earlier answers come back with it": {
+        "id": "Message TextPart",
+        "id status provider_specific_fields": "InputMessage InputReasoning InputCall InputCallResult",
+        "annotations": "AssistantMessage TextPart InputPart",
+        "logprobs": "InputPart",
+        "citations index": "TextPart",
+        "index": "PastCall",
+        "provider_specific_fields": "Message PastCall PastFunction",
+    },
+    "other servers' form of thoughts, which are also sent as reasoning_content": {
+        "thinking_blocks reasoning_details": "AssistantMessage"
+    },
+}
+"""Why a field changes nothing, its name, and the classes that have it."""
+_NOTHINGS = (False, True, 1, "none", "", "disabled", ["text"])
+NEUTRAL = {f"only {json.dumps(value)}, which asks for nothing": value for value in _NOTHINGS}
+"""The value that a field has to have to change nothing, by its reason."""
 MAX_KEYS = 1024
 """Keys of one object: each unknown one is an error, which takes 10 microseconds."""
 
@@ -56,13 +120,6 @@ def refused(reason: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _check_boolean(value: object) -> object:
-    """Refuse 0, which equals false for Python."""
-    if value is not None and not isinstance(value, bool):
-        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
-    return value
-
-
 def at_most(num_keys: int) -> BeforeValidator:
     """Return an annotation of `dict` that counts the keys before it looks at the values, unlike `max_length`."""
 
@@ -76,7 +133,6 @@ def at_most(num_keys: int) -> BeforeValidator:
 
 
 WHOLE = WholeNumber()
-OnlyFalse = Annotated[Literal[False], BeforeValidator(_check_boolean)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_finite)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -88,8 +144,19 @@ Salt = Annotated[str, Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
 
 
-def _allow_null_extras(schema: dict[str, Any]) -> None:
+@cache
+def ignored(cls: type[BaseModel]) -> Mapping[str, str]:
+    """Return the fields that a class ignores, and why."""
+    bases = {base.__name__ for base in cls.__mro__}
+    rows = [(why, names, {*classes.split()}) for why, row in IGNORED.items() for names, classes in row.items()]
+    known = {name: why for why, names, classes in rows if bases & classes for name in names.split()}
+    return {name: why for name, why in known.items() if name not in cls.model_fields}
+
+
+def _document_extras(schema: dict[str, Any], cls: type[BaseModel]) -> None:
     schema["additionalProperties"] = {"type": "null"}
+    notes = {name: {"description": f"Accepted and ignored: {why}."} for name, why in ignored(cls).items()}
+    schema.setdefault("properties", {}).update(notes)
 
 
 def _stop_at_first_error(schema: Any) -> None:
@@ -107,7 +174,7 @@ class RequestModel(BaseModel):
     """A JSON object from a client."""
 
     model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_allow_null_extras
+        strict=True, frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_document_extras
     )
 
     @classmethod
@@ -124,14 +191,16 @@ class RequestModel(BaseModel):
             return data
         if len(data) > MAX_KEYS:
             raise PydanticCustomError("too_long", f"it has {len(data):,} fields, at most {MAX_KEYS:,} are allowed")
-        return {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
 
+        def is_nothing(name: str, value: Any) -> bool:
+            why = ignored(cls).get(name)
+            only = NEUTRAL.get(why or "", value)
+            # False equals 0 for Python.
+            return value is None or (
+                why is not None and value == only and isinstance(value, bool) is isinstance(only, bool)
+            )
 
-class Cacheable(RequestModel):
-    """What a client may ask to be cached."""
-
-    cache_control: dict[str, Any] | None = None
-    """Accepted and ignored: prefixes stay cached until their room is needed."""
+        return {key: value for key, value in data.items() if key in cls.model_fields or not is_nothing(key, value)}
 
 
 class ResponseModel(BaseModel):

@@ -3,12 +3,12 @@
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.types import ResponseModel, to_json
+from engine.detokenizer import TokenBytes
 from engine.protocols import RequestOutput, RoundTrace, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -76,7 +76,6 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    num_logprob_chars: int = 0
     num_drafted: list[int] = field(default_factory=list)
     """Draft tokens of each round that had any."""
     num_accepted: list[int] = field(default_factory=list)
@@ -104,10 +103,6 @@ class Choice:
             self.traces.append(output.trace)
 
 
-TokenTexts = Callable[[Sequence[int]], list[str]]
-"""Returns the text of each token alone."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The facts about one response that all APIs share.
@@ -119,7 +114,7 @@ class Reply:
     model: str
     fingerprint: str
     prompts: list[list[int]]
-    token_texts: TokenTexts
+    token_bytes: TokenBytes
     num_speculative_tokens: int
     predicted_token_ids: list[int] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -188,7 +183,7 @@ class Writer(ABC):
         """Return a field with the rounds since the last call, if the client asked for them."""
         if not (self.request.speculative and self.request.speculative.trace):
             return {}
-        rounds = [_round(trace, self.reply.token_texts) for trace in choice.traces]
+        rounds = [_round(trace, self.reply.token_bytes) for trace in choice.traces]
         choice.traces.clear()
         return {"rounds": rounds}
 
@@ -259,14 +254,14 @@ class Writer(ABC):
         return RequestMetrics(speculative_decoding=metrics)
 
 
-def _round(trace: RoundTrace, token_texts: TokenTexts) -> Round:
+def _round(trace: RoundTrace, token_bytes: TokenBytes) -> Round:
     drafted, parents, accepted = trace.draft_token_ids, trace.parents, len(trace.path)
     last: Any = "bonus" if (trace.path or [-1])[-1] not in parents else "recovered"
     if len(trace.texts) == accepted or not drafted:
         last = "accepted" if drafted else "plain"
     is_chain = parents == list(range(-1, len(parents) - 1))
     tree = {} if is_chain else {"parents": parents}
-    return Round(texts=trace.texts, accepted=accepted, draft=token_texts(drafted), last=last, **tree)
+    return Round(texts=trace.texts, accepted=accepted, draft=token_bytes.texts(drafted), last=last, **tree)
 
 
 def event(body: object) -> str:

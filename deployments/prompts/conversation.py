@@ -118,8 +118,8 @@ class ChatTemplate:
                 entry["tool_call_id"] = message.tool_call_id
                 self._check_plain(tokenizer, message.tool_call_id, "messages")
             case AssistantMessage():
-                if message.reasoning_content is not None:
-                    entry["reasoning_content"] = self._harmless(tokenizer, message.reasoning_content, stand_ins)
+                if message.thoughts is not None:
+                    entry["reasoning_content"] = self._harmless(tokenizer, message.thoughts, stand_ins)
                 if message.tool_calls:
                     entry["tool_calls"] = [_past_call(call) for call in message.tool_calls]
                     if message.text():  # else the template may get the thoughts by this name, too, and refuse both
@@ -188,7 +188,7 @@ def _effort(template: str, effort: ReasoningEffort | None) -> dict[str, Any]:
     if effort is None:
         return {}
     switches = _switches_of(template)
-    if not switches:
+    if not switches and (effort != "none" or "think" in template):
         reason = f"the chat template reads none of {', '.join(sorted(_SWITCHES))}"
         raise RequestError(f"reasoning_effort is {effort!r}, but {reason}", "reasoning_effort")
     return {name: effort if name == "reasoning_effort" else effort != "none" for name in switches}

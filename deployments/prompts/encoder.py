@@ -11,7 +11,6 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deployments.openai.chat import ChatCompletionRequest
@@ -21,6 +20,7 @@ from deployments.openai.tools import CALLS
 from deployments.prompts.conversation import ChatTemplate
 from deployments.prompts.message_forms import form_of
 from deployments.prompts.tokenization import TokenizeRequest
+from engine.detokenizer import TokenBytes
 from engine.errors import PromptTooLongError, RequestError
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ class PromptEncoder:
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template else None
         self.form = form_of(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
-        # Cached, because log probabilities need hundreds per round.
-        self._token_text = cache(lambda token_id: str(tokenizer.decode([token_id])))
+        self.token_bytes = TokenBytes.of(tokenizer)
 
     async def encode(self, text: str, max_model_len: int, *, adds_special_tokens: bool = True) -> list[int]:
         """Return a prompt's token ids; an empty text becomes the token that begins, or else ends, a document.
@@ -104,12 +103,8 @@ class PromptEncoder:
         return await self._run(_decode, token_ids, skip_special_tokens, is_long=len(token_ids) > LONG_IDS)
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token alone."""
-        return await self._run(lambda _: self.token_texts(token_ids), is_long=len(token_ids) > LONG_IDS)
-
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token alone, synchronously; safe on any thread."""
-        return [self._token_text(token_id) for token_id in token_ids]
+        """Return the text of each token."""
+        return await self._run(lambda _: self.token_bytes.texts(token_ids), is_long=len(token_ids) > LONG_IDS)
 
     async def _run(self, function: Callable[..., T], *args: Any, is_long: bool) -> T:
         """Call `function` with a thread's tokenizer; if cancelled before its turn, it is not called."""
@@ -130,7 +125,7 @@ def _num_chars(message: ChatMessage) -> int:
         case ToolMessage():
             num_chars += len(message.tool_call_id)
         case AssistantMessage():
-            num_chars += len(message.reasoning_content or "")
+            num_chars += len(message.thoughts or "")
             num_chars += sum(len(call.id) + len(call.function.arguments) for call in message.tool_calls or ())
     return num_chars
 

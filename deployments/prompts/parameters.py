@@ -147,7 +147,7 @@ def _check_fields(request: Request, model: ModelLimits, max_n: int) -> None:
         if value is not None and value is not False:
             raise RequestError(reason, field)
     if isinstance(request, ChatCompletionRequest):
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise RequestError("top_logprobs is only allowed with logprobs", "top_logprobs")
         return
     if request.max_tokens == 0 and not request.echo:
@@ -190,7 +190,7 @@ def _draft_length(request: GenerationRequest, model: ModelLimits) -> int | None:
 
 
 def _max_tokens_of(request: Request) -> tuple[int | None, str]:
-    if not isinstance(request, ChatCompletionRequest) or request.max_completion_tokens is None:
+    if request.max_completion_tokens is None:
         return request.max_tokens, "max_tokens"
     if request.max_tokens not in (None, request.max_completion_tokens):
         raise RequestError(

@@ -141,6 +141,10 @@ class ServeRouters:
         """Return the seconds after which refused clients should retry."""
         return LOADS.retry_after_s()
 
+    def count_refusal(self, reason: str) -> None:
+        """Count a request that no Router gets."""
+        self._metrics.ended["refused", reason] += 1
+
     def heard(self) -> list[Heard]:
         """Return the last report of each available Router of this Ingress's target."""
         return [heard for heard in LOADS.heard if self._target_id in (None, heard.report.target_id)]

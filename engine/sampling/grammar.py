@@ -45,13 +45,37 @@ JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,3
 """JSON may be indented, but white space is bounded so that a model cannot produce it without end."""
 
 
+_ENFORCED_FORMATS = frozenset(
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
+)
+"""Other formats are annotations (JSON Schema 2020-12, 7.2.1), which llguidance would refuse."""
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA = frozenset({"const", "enum", "default", "examples"})
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a JSON schema without the formats that the grammar does not enforce."""
+    if isinstance(schema, list):
+        return [without_annotations(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            kept[key] = {name: without_annotations(part) for name, part in value.items()}
+        elif key != "format" or not isinstance(value, str) or value in _ENFORCED_FORMATS:
+            kept[key] = value if key in _DATA else without_annotations(value)
+    return kept
+
+
 def from_json_schema(schema: dict[str, Any]) -> str:
     """Return the grammar of a JSON schema; raise RequestError if the schema is not valid JSON."""
     from llguidance import LLMatcher
 
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema, allow_nan=False), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
-    except ValueError as error:
+        text = json.dumps(without_annotations(schema), allow_nan=False)
+        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the JSON schema is not valid: {error}", "json") from None
 
 

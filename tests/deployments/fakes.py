@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 
 import torch
+from prometheus_client.core import CounterMetricFamily
 
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
@@ -151,6 +153,7 @@ class LocalRouters:
         self.num_deliveries = 0
         self.num_closed = 0
         self.killed: list[str] = []
+        self.refused = Counter[str]()
         self.has_processes = True
 
     async def kill(self, process: str) -> bool:
@@ -162,6 +165,9 @@ class LocalRouters:
 
     def retry_after_s(self) -> int:
         return 7
+
+    def count_refusal(self, reason: str) -> None:
+        self.refused[reason] += 1
 
     def generate(self, request: Generation) -> "WatchedOutputs":
         self.last = request
@@ -183,10 +189,10 @@ class LocalRouters:
         return [Heard(Report("router", problem, compiling=self.compiling), 0.0)]
 
     def collect_here(self) -> ReplicaMetrics:
-        return ReplicaMetrics("ingress", [])
+        return ReplicaMetrics("ingress", [CounterMetricFamily("ingress", "Here.", 1.0)], "10.0.0.8")
 
     async def collect(self) -> list[ReplicaMetrics]:
-        return [self.collect_here(), ReplicaMetrics("router", self.rig.metrics.collect())]
+        return [self.collect_here(), ReplicaMetrics("router", self.rig.metrics.collect(), "10.0.0.7")]
 
     async def base_url(self) -> str:
         return "http://paceline"

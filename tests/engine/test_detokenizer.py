@@ -4,6 +4,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from engine.detokenizer import Detokenizer
+from tests.engine.tokenizers import sentencepiece_tokenizer
 from tests.fakes import byte_tokenizer
 
 
@@ -41,10 +42,17 @@ def test_a_text_that_ends_inside_a_character_says_so(tokenizer):
 
 
 @pytest.mark.parametrize("length", [1, 7, 100])
-def test_a_prompt_that_ends_inside_a_character_does_not_spoil_what_follows_it(tokenizer, length):
-    detokenizer = Detokenizer(tokenizer, ids(tokenizer, "é" * length)[:-1])
-    assert detokenizer.append(ids(tokenizer, "é")[1:]) == ("", None)  # begun in the prompt, so it belongs to that
-    assert detokenizer.append(ids(tokenizer, "ü")) == ("ü", None)
+@pytest.mark.parametrize("name", ["bytes", "sentencepiece"])
+def test_a_prompt_that_ends_inside_a_character_does_not_spoil_what_follows_it(tokenizer, length, name):
+    if name == "sentencepiece":  # two broken bytes are two characters
+        tokenizer = sentencepiece_tokenizer(strips=True)
+    *prompt, last = ids(tokenizer, "漢字" * length)
+    detokenizer = Detokenizer(tokenizer, prompt)
+    assert detokenizer.append([last]) == ("", None)  # begun in the prompt, so it belongs to that
+    assert [detokenizer.append([token]) for token in ids(tokenizer, "ab")] == [("a", None), ("b", None)]
+    assert "".join(detokenizer.append([token])[0] for token in ids(tokenizer, "ü漢")) == "ü漢"
+    after = Detokenizer(tokenizer, prompt)
+    assert "".join(after.append([token])[0] for token in [last, *ids(tokenizer, "ü漢")]) == "ü漢"
 
 
 def test_no_text_of_the_prompt_comes_out_again(tokenizer):

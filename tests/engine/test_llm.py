@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -41,7 +42,7 @@ def llm(models: tuple[Path, Path]) -> LLM:
     return make_llm(*models, speculation="fixed", max_queued_requests=2, max_num_seqs=2, num_blocks=64)
 
 
-def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+def token_ids(llm: LLM, prompts: Any, params: SamplingParams = PARAMS) -> list[list[list[int]]]:
     return [[output.token_ids for output in result.outputs] for result in llm.generate(prompts, params)]
 
 
@@ -152,14 +153,37 @@ def test_text_is_tokenized_and_each_prompt_may_have_its_own_parameters(llm: LLM)
     assert [result.outputs[0].finish_reason for result in results] == ["length", "length"]
 
 
+def test_a_prompt_may_be_written_as_for_vllm(llm: LLM) -> None:
+    (expected,) = token_ids(llm, [[5]])
+    for prompt in ([5], numpy.array([5]), "t5", {"prompt": "t5"}, {"prompt_token_ids": (5,)}):
+        assert token_ids(llm, prompt) == [expected], prompt
+        assert token_ids(llm, [prompt, prompt]) == [expected] * 2, prompt
+    (result,) = llm.generate(numpy.array([2, 5]))
+    assert [type(token) for token in result.prompt_token_ids] == [int, int]
+    assert llm.generate([]) == []
+    (to_the_end,) = llm.generate([2, 5], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(to_the_end.outputs[0].token_ids) == llm.engine.max_model_len - 2
+
+
 @pytest.mark.parametrize(
-    ("prompts", "params"),
-    [([[2], [3]], [PARAMS]), ([[2], []], PARAMS), ([[2], [3]], [PARAMS, SamplingParams(grammar=from_regex("(a"))])],
+    ("prompts", "params", "message"),
+    [
+        ([[2], [3]], [PARAMS], "2 prompts came with 1"),
+        ([[2], []], PARAMS, "the prompt is empty"),
+        ([[2], [3]], [PARAMS, SamplingParams(grammar=from_regex("(a"))], "cannot follow a grammar"),
+        ([[2], 3], PARAMS, "a prompt is 3, allowed are"),
+        (None, PARAMS, "a prompt is None"),
+        (b"ab", PARAMS, "a prompt is b'ab'"),
+        ([[2], [True]], PARAMS, r"a prompt is \[True\]"),
+        ([[2], {"prompt": "t2", "cache_salt": "x"}], PARAMS, "cache_salt"),
+        ([[2], {"prompt": 5}], PARAMS, "a prompt is {'prompt': 5}"),
+        ([[2], [10**30]], PARAMS, "token id 10"),
+        ([[2]], {"n": 1}, "params is {'n': 1}, allowed are SamplingParams"),
+        ([[2]], ["greedy"], "params is"),
+    ],
 )
-def test_after_a_refusal_nothing_is_left_in_the_engine(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-) -> None:
-    with pytest.raises(RequestError):
+def test_after_a_refusal_nothing_is_left_in_the_engine(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         llm.generate(prompts, params)
     assert not llm.engine.has_work
 

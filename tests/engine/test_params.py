@@ -1,8 +1,13 @@
 """Which parameters are refused, and by which name."""
 
 import math
+from dataclasses import fields
+from typing import Any
 
+import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.errors import RequestError
 from engine.params import MAX_SEED, SamplingParams
@@ -53,7 +58,7 @@ def test_infinite_and_nan_values_are_refused(name, value):
         ({"repetition_penalty": 100.5}, "repetition_penalty", "100.5"),
         ({"max_tokens": 0}, "max_tokens", "0"),
         ({"min_tokens": 17}, "min_tokens", "max_tokens only 16"),
-        ({"logit_bias": {5: 100.1}}, "logit_bias", "token 5 is 100.1"),
+        ({"logit_bias": {5: 100.1}}, "logit_bias", "{5: 100.1}, allowed are numbers from -100 to 100, by token id"),
         ({"stop": ["a", ""]}, "stop", "empty"),
         ({"grammar": "{}", "min_tokens": 1}, "min_tokens", "grammar"),
         ({"grammar": "{}", "ignore_eos": True}, "ignore_eos", "grammar"),
@@ -82,3 +87,60 @@ def test_a_grammar_makes_a_row_depend_on_the_draft_above_it_and_is_no_penalty():
 def test_a_temperature_that_is_lost_in_rounding_is_greedy():
     assert SamplingParams(temperature=1e-45).temperature == 0
     assert SamplingParams(temperature=1e-5).temperature == 1e-5
+
+
+def test_none_and_other_ways_to_say_the_same() -> None:
+    plain = SamplingParams()
+    nothing = SamplingParams(**dict.fromkeys(setting.name for setting in fields(plain)))
+    assert nothing == SamplingParams(max_tokens=2**31 - 1)
+    assert SamplingParams(stop="\n") == SamplingParams(stop=("\n",)) == SamplingParams(stop=["\n"])
+    assert SamplingParams(stop="", stop_token_ids=(), logit_bias={}) == plain
+    array = SamplingParams(seed=numpy.int64(3), temperature=numpy.float32(0.5), stop_token_ids=[numpy.int32(7)])
+    assert [type(value) for value in (array.seed, array.temperature, array.stop_token_ids[0])] == [int, float, int]
+    assert array == SamplingParams(seed=3, temperature=0.5, stop_token_ids=[7])
+
+
+_anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text() | st.binary() | st.just(1j),
+    lambda inner: st.lists(inner) | st.dictionaries(st.integers() | st.text(), inner) | st.tuples(inner),
+    max_leaves=4,
+)
+
+
+@given(name=st.sampled_from([setting.name for setting in fields(SamplingParams)]), value=_anything)
+def test_a_wrong_value_is_refused_in_one_sentence_and_none_raises_another_error(name: str, value: Any) -> None:
+    error = None
+    try:
+        SamplingParams(**{name: value})
+    except RequestError as raised:
+        error = raised
+    is_text = isinstance(value, str) or (isinstance(value, list | tuple) and all(isinstance(it, str) for it in value))
+    if value is not None and name != "stop" and is_text and value and name != "grammar":
+        assert error is not None
+    if error is not None and error.param == name:
+        assert str(error).startswith(name)
+        assert "allowed are" in str(error) or "must be above 0" in str(error) or "empty" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("logprobs", True, "whole numbers from 0 to 20"),
+        ("top_k", 1.5, "whole numbers from -1"),
+        ("temperature", "hot", "0.0 to 100.0"),
+        ("ignore_eos", 1, "True and False"),
+        ("stop", [1], "a text and a list of texts"),
+        ("stop", 0, "a text and a list of texts"),
+        ("stop_token_ids", "ab", "lists of token ids"),
+        ("stop_token_ids", [True], "lists of token ids"),
+        ("logit_bias", {"5": 1}, "by token id"),
+        ("logit_bias", {5: True}, "by token id"),
+        ("logit_bias", {5: -100.5}, "from -100 to 100"),
+        ("logit_bias", [5], "by token id"),
+        ("grammar", 5, "a grammar's text"),
+    ],
+)
+def test_wrong_types(name: str, value: Any, allowed: str) -> None:
+    error = refusal(**{name: value})
+    assert str(error).startswith(f"{name} is {value!r}, allowed are ")
+    assert allowed in str(error)

@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers
 
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.detokenizer import Detokenizer
@@ -14,26 +13,16 @@ from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, RoundTrace, TokenLogprobs, Verdict
 from engine.sequence import Sequence
+from tests.engine.tokenizers import sentencepiece_tokenizer
 from tests.fakes import byte_tokenizer
 
 TEXT = "Déjà vu: ein «Überraschungsei», 漢字とかな, 🙂👩‍👩‍👧 — the end. "
 PROMPT = "Text: "
 
 
-def fallback_tokenizer():
-    """As SentencePiece's: whatever is no piece of its own becomes bytes, and a cut character spoils its run of them."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
-        letter: 256 + i for i, letter in enumerate("▁aeinstu.,:")
-    }
-    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="a"))
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
-
-
 def tokenizers():
     return {
-        "fallback": fallback_tokenizer(),
+        "fallback": sentencepiece_tokenizer(strips=False),
         "bundled": open_model(ModelConfig(str(BUNDLED_TARGET))).tokenizer.backend_tokenizer,
         "bytes": byte_tokenizer(),
     }

@@ -1,6 +1,6 @@
 """Tokenizers small enough to know every token by heart."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.config import ModelConfig
@@ -45,6 +45,18 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     backend.add_special_tokens(["<pad>", "</s>"])
     backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+
+
+def sentencepiece_tokenizer(*, strips: bool) -> Tokenizer:
+    """A token for each byte, for a word's beginning and for some words: Llama's decoder, or Gemma's without strips."""
+    words = [chr(97 + i) for i in range(26)] + ["▁", "▁the", "▁a", "é", "▁漢"]
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="a"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    strip = [decoders.Strip(" ", 1, 0)] if strips else []
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    backend.decoder = decoders.Sequence(parts)
+    return backend
 
 
 def saved(tokenizer: PreTrainedTokenizerFast, path: object) -> ModelSource:

@@ -56,7 +56,7 @@ def chat(**fields: Any) -> dict[str, Any]:
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "output", "schema": {"type": "string"}},
+                    "json_schema": {"schema": {"type": "string"}},
                 }
             },
         ),

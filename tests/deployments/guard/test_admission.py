@@ -18,8 +18,14 @@ class Routers:
     def room(self, factor: int = 1) -> float:
         return self.free + (factor - 1) * self.spare
 
+    def __init__(self) -> None:
+        self.refused = Counter[str]()
+
     def retry_after_s(self) -> int:
         return 7
+
+    def count_refusal(self, reason: str) -> None:
+        self.refused[reason] += 1
 
 
 def is_full(admission: Admission) -> bool:

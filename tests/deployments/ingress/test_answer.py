@@ -3,22 +3,24 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.errors import KINDS
 from deployments.ingress import answer as answer_module
+from deployments.ingress import ingress as ingress_module
 from deployments.ingress.answer import KEEP_ALIVE, Answer, IdleTimer
 from deployments.ingress.event_ids import EventIds
 from deployments.openai.responses_writer import ResponsesWriter
-from deployments.openai.writer import Choice
-from deployments.prompts.encoder import PromptEncoder
+from deployments.openai.writer import Choice, Reply
+from engine.detokenizer import TokenBytes
 from engine.errors import ModelError, QueueFullError, TargetError
 from engine.protocols import FinishReason, RequestOutput
 from tests.deployments.conftest import make_app, make_client
@@ -63,16 +65,28 @@ async def test_fewer_chunks_have_the_same_content(
 )
 @pytest.mark.parametrize("stream", [True, False])
 async def test_many_log_probabilities_are_written_on_a_thread(
-    client: httpx.AsyncClient, path: str, fields: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient,
+    path: str,
+    fields: dict[str, Any],
+    stream: bool,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: set[str] = set()
-    token_texts = PromptEncoder.token_texts
 
-    def traced(encoder: PromptEncoder, token_ids: list[int]) -> list[str]:
-        threads.add(threading.current_thread().name)
-        return token_texts(encoder, token_ids)
+    class Traced(TokenBytes):
+        def __call__(self, token_id: int, *, is_first: bool = False) -> bytes:
+            threads.add(threading.current_thread().name)
+            return super().__call__(token_id, is_first=is_first)
 
-    monkeypatch.setattr(PromptEncoder, "token_texts", traced)
+        def texts(self, token_ids: Sequence[int], *, is_first: bool = False) -> list[str]:
+            threads.add(threading.current_thread().name)
+            return super().texts(token_ids, is_first=is_first)
+
+    def reply(**fields: Any) -> Reply:
+        return Reply(**{**fields, "token_bytes": Traced(tokenizer)})
+
+    monkeypatch.setattr(ingress_module, "Reply", reply)
     body = {"temperature": 0, "seed": 1, "max_tokens": 4, "ignore_eos": True, "stream": stream, **fields}
     contents = []
     for most, thread in ((10**6, "MainThread"), (0, "long answers_0")):

@@ -1,5 +1,6 @@
 """The routes: malformed requests, unknown paths, metrics, and a schema that describes what is sent."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from deployments.config import AppConfig
+from engine.errors import TargetError
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import complete
@@ -32,6 +34,88 @@ async def test_a_body_that_is_no_request_is_400(client: httpx.AsyncClient, conte
     response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert set(response.json()["error"]) == {"message", "type", "param", "code", "request_id"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ({"content-type": "application/json; charset=utf-8"}, 200, ""),
+        ({"content-type": "Application/JSON", "content-encoding": "identity"}, 200, ""),
+        ({"content-type": "application/vnd.api+json"}, 200, ""),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415, "'Content-Type: application/json'"),
+        ({"content-type": "text/plain; a=application/json"}, 415, "content-type is text/plain; a=application/json;"),
+        ({}, 415, "content-type is missing; send JSON, with 'Content-Type: application/json'"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415, "content-encoding is gzip;"),
+    ],
+)
+async def test_a_body_is_json_as_it_is(
+    client: httpx.AsyncClient, routers: LocalRouters, headers: dict[str, str], status: int, said: str
+) -> None:
+    response = await client.post("/v1/completions", content=b'{"prompt": "abc"}', headers=headers)
+    assert response.status_code == status
+    assert said in response.text if status == 200 else said in response.json()["error"]["message"]
+    assert routers.refused == ({"unsupported_media_type": 1} if status == 415 else {})
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "key", "reason"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "right", None),
+        ("/v1/completions", {"prompt": "a"}, "wrong", "invalid_api_key"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "right", "invalid_request_error"),
+        ("/v1/completions", {"prompt": "a", "top_k": 1.5}, "right", "invalid_request_error"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 999}, "right", "context_length_exceeded"),
+        ("/v1/messages", {"model": "b", "messages": [], "max_tokens": 1}, "right", "invalid_request_error"),
+        (
+            "/v1/chat/completions",
+            {"model": "b", "messages": [{"role": "user", "content": ""}]},
+            "right",
+            "model_not_found",
+        ),
+        ("/v1/responses", {"input": "x" * 2**20}, "right", "body_too_large"),
+        ("/v1/models", {}, "wrong", None),
+        ("/tokenize", {"prompt": 5}, "right", None),
+    ],
+)
+async def test_refusals_at_the_door_are_counted_by_reason(
+    config: AppConfig, routers: LocalRouters, path: str, sent: dict[str, object], key: str, reason: str | None
+) -> None:
+    async with make_client(await make_app(config, routers, keys=("right",))) as client:
+        response = await client.post(path, json=sent, headers={"x-api-key": key})
+        assert routers.refused == ({} if reason is None else {reason: 1}), response.text
+        routers.free = 0.0
+        for _ in range(3):
+            await client.post("/v1/messages", json={"prompt": "a"}, headers={"x-api-key": "right"})
+        assert routers.refused["queue_full"] == 3
+
+
+async def test_what_fails_at_a_router_is_no_refusal(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    routers.error = TargetError("gone")
+    assert (await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 99})).status_code == 503
+    assert not routers.refused
+
+
+@pytest.mark.parametrize(
+    ("url", "replicas"),
+    [
+        ("http://paceline/metrics", {"ingress", "router"}),
+        ("http://10.0.0.7:8000/metrics?scope=all", {"ingress", "router"}),
+        ("http://10.0.0.7:8000/metrics?scope=local", {"router"}),
+        ("http://10.0.0.8/metrics?scope=local", {"ingress"}),
+        ("http://10.0.0.9:8000/metrics?scope=local", set()),
+        ("http://[fd00::1]:8000/metrics?scope=local", set()),
+        ("http://paceline/metrics?scope=local", None),
+        ("http://10.0.0.7:8000/metrics?scope=pod", None),
+    ],
+)
+async def test_metrics_are_of_all_replicas_or_of_those_on_one_node(
+    client: httpx.AsyncClient, url: str, replicas: set[str] | None
+) -> None:
+    response = await client.get(url)
+    if replicas is None:
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "scope")
+    else:
+        assert set(re.findall(r'replica="(\w+)"', response.text)) == replicas
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Fields that clients send: each through the official client, with the meaning that its description gives."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,12 +13,15 @@ from transformers import PreTrainedTokenizerFast
 from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.completions import CompletionRequest
+from deployments.openai.conversation_fields import AssistantMessage
 from deployments.openai.responses_request import ResponsesRequest
 from deployments.prompts.tokenization import DetokenizeRequest, TokenizeRequest
+from tests.deployments.conftest import client_of
 from tests.deployments.fakes import LocalRouters
+from tests.deployments.openai.clients import CLIENTS, USER
+from tests.deployments.templates import HERMES
 from tests.test_readme import SETTINGS
 
-USER: Any = [{"role": "user", "content": "hello"}]
 COMPLETION: Any = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 6}
 CHAT: Any = {"model": "tiny", "messages": USER, "temperature": 0, "max_tokens": 6}
 RESPONSE: Any = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 6}
@@ -58,21 +62,69 @@ def described_fields(schema: dict[str, Any], definitions: dict[str, Any], prefix
 
 def ignored_fields_table() -> str:
     """The table as `deployments/README.md` should have it."""
-    paths: dict[tuple[str, str], list[str]] = {}
-    for path, body in BODIES.items():
+    fields: dict[str, set[str]] = {}
+    for body in BODIES.values():
         schema = body.model_json_schema()
         for name, description in described_fields(schema, schema.get("$defs", {})):
             description = " ".join(description.split())
             if description.startswith("Accepted and ignored: "):
-                paths.setdefault((name, description.removeprefix("Accepted and ignored: ")), []).append(path)
-    rows = ["| field | of | why |", "|---|---|---|"]
-    for (name, reason), of in sorted(paths.items()):
-        rows.append(f"| `{name}` | {', '.join(of)} | {reason} |")
-    return "\n".join(rows)
+                reason = description.removeprefix("Accepted and ignored: ").removesuffix(".")
+                fields.setdefault(reason, set()).add(f"`{name}`")
+    rows = [f"| {', '.join(sorted(names))} | {reason} |" for reason, names in fields.items()]
+    return "\n".join(["| fields | why |", "|---|---|", *sorted(rows)])
 
 
 def test_the_list_of_ignored_fields_is_the_codes() -> None:
     assert ignored_fields_table() in SETTINGS
+
+
+@pytest.mark.parametrize("client_name", CLIENTS)
+async def test_what_clients_send_besides_changes_no_prompt(
+    client: httpx.AsyncClient, routers: LocalRouters, client_name: str
+) -> None:
+    path, body, more = CLIENTS[client_name]
+    seen = []
+    for sent in (body, {**body, **more}):
+        response = await client.post(path, json={"temperature": 0, **sent})
+        assert response.status_code == 200, response.text
+        assert routers.last is not None
+        seen.append((routers.last.prompts, routers.last.params))
+    assert seen[0] == seen[1]
+
+
+def test_thoughts_have_two_names() -> None:
+    for names, thoughts in (({"reasoning": "b"}, "b"), ({"reasoning": "b", "reasoning_content": "c"}, "c"), ({}, None)):
+        assert AssistantMessage(role="assistant", content="a", **names).thoughts == thoughts
+
+
+async def test_calls_come_back_with_empty_contents_and_others_signatures(routers: LocalRouters, tmp_path: Path) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    bodies = []
+    async with client_of(HERMES, routers, tmp_path) as client:
+        for content, more in ((None, {}), ([], {"extra_content": {"google": {"thought_signature": "x"}}, "index": 0})):
+            messages = [*USER, {"role": "assistant", "content": content, "tool_calls": [{**call, **more}]}]
+            messages.append({"role": "tool", "tool_call_id": "a", "content": content})
+            tool = {"type": "function", "function": {"name": "f", **({"strict": True} if more else {})}}
+            response = await client.post("/tokenize", json={"messages": messages, "tools": [tool]})
+            assert response.status_code == 200, response.text
+            bodies.append(response.json()["tokens"])
+    assert bodies[0] == bodies[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("length_penalty", 1.5),
+        ("best_of", True),
+        ("use_beam_search", 0),
+        ("use_beam_search", True),
+        ("max_completion_tokens", 5),
+    ],
+)
+async def test_what_asks_for_something_is_refused_by_name(client: httpx.AsyncClient, field: str, value: Any) -> None:
+    response = await client.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 6, field: value})
+    assert response.status_code == 400
+    assert field in response.json()["error"]["message"]
 
 
 async def test_ignored_fields_change_nothing(sdk: openai.AsyncOpenAI) -> None:

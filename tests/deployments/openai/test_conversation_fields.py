@@ -37,7 +37,13 @@ SWITCHED = "{{ messages[0].content }}{% if thinking is not defined %}{% set thin
 
 @pytest.mark.parametrize(
     ("template", "effort", "expected"),
-    [(SWITCHED, "none", "hiFalse"), (SWITCHED, "low", "hiTrue"), ("a thinking {{ messages[0].content }}", "low", None)],
+    [
+        (SWITCHED, "none", "hiFalse"),
+        (SWITCHED, "low", "hiTrue"),
+        ("a {{ messages[0].content }}", "none", "a hi"),
+        ("a thinking {{ messages[0].content }}", "low", None),
+        ("a thinking {{ messages[0].content }}", "none", None),
+    ],
 )
 async def test_an_effort_sets_a_switch_or_is_refused(
     routers: LocalRouters, tmp_path: Path, template: str, effort: str, expected: str | None
@@ -52,7 +58,9 @@ async def test_an_effort_sets_a_switch_or_is_refused(
         ):
             error = (await http.post(f"/v1/{path}", json=fields)).json()["error"]
             assert error["param"] == name
-            assert error["message"].startswith(f"{name} is 'low', but the chat template reads none of enable_thinking")
+            assert error["message"].startswith(
+                f"{name} is {effort!r}, but the chat template reads none of enable_thinking"
+            )
         fields = {"messages": USER, "max_tokens": 1, "output_config": {"effort": effort}}
         assert (await http.post("/v1/messages", json=fields)).status_code == 200  # Claude Code sends it to any model
 

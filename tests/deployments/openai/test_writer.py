@@ -1,6 +1,7 @@
 """Writer: token counts and acceptance."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -124,7 +125,8 @@ def test_a_round_tells_what_its_last_token_is(
     token_ids: list[int], path: list[int], draft: list[int], parents: list[int], last: str
 ) -> None:
     request = CompletionRequest.model_validate({"prompt": "abc", "speculative": {"trace": True}})
-    one = CompletionWriter(Reply("a", "tiny", "", [[1]], lambda ids: list(map(str, ids)), 4), request)
+    token_bytes: Any = SimpleNamespace(texts=lambda ids: list(map(str, ids)))
+    one = CompletionWriter(Reply("a", "tiny", "", [[1]], token_bytes, 4), request)
     trace = RoundTrace(list(map(str, token_ids)), path, draft, parents)
     one.choices[0].append(replace(output(), token_ids=token_ids, trace=trace))
     (told,) = one.rounds_field(one.choices[0])["rounds"]

@@ -77,7 +77,7 @@ async def test_a_long_text_and_its_ids_come_back(encoder: PromptEncoder, tokeniz
     ids = tokenizer(LONG, split_special_tokens=True)["input_ids"]
     assert await encoder.encode(LONG, 100 * ROOM) == ids
     assert await encoder.decode_tokens(ids) == LONG
-    assert await encoder.decode_each(ids) == encoder.token_texts(ids) == list(LONG)
+    assert await encoder.decode_each(ids) == encoder.token_bytes.texts(ids) == list(LONG)
 
 
 @given(

@@ -10,7 +10,7 @@ from engine.errors import ModelError, RequestError
 from engine.llm import LLM
 from engine.params import SamplingParams
 from engine.sampling import grammar as grammar_module
-from engine.sampling.grammar import Grammars, from_json_schema, from_regex, from_text, literal
+from engine.sampling.grammar import Grammars, from_json_schema, from_regex, from_text, literal, without_annotations
 from engine.sampling.logits import forbid
 from tests.engine.conftest import VOCAB
 from tests.engine.grammars import GRAMMARS, SCHEMA
@@ -175,6 +175,19 @@ def test_a_text_that_could_be_special_tokens_is_what_the_grammar_says(tmp_path, 
     assert matcher._follows
     assert tokenizer.decode(output, skip_special_tokens=False) == f"{text}</s>"
     assert {tag for tag in ids if ids[tag] in output} == {tag for tag in ids if tag in text and are_tokens}
+
+
+@pytest.mark.parametrize("name", ["path", "binary", "password", "int32", "date"])
+def test_a_format_that_is_not_enforced_is_an_annotation(tmp_path, name):
+    string = {"type": "string", "format": name}
+    data = {"enum": [{"format": name}], "const": {"format": name}, "default": {"format": name}}
+    schema = {"properties": {"format": string, "enum": {"anyOf": [string]}}, "$defs": {"const": string}, **data}
+    plain = string if name == "date" else {"type": "string"}
+    kept = {"properties": {"format": plain, "enum": {"anyOf": [plain]}}, "$defs": {"const": plain}, **data}
+    assert without_annotations(schema) == kept
+    assert from_json_schema(schema) == from_json_schema(kept)
+    source = saved(json_tokenizer(), tmp_path)
+    Grammars(source, vocab_size=64, eos_token_ids=[END]).check(from_json_schema({"properties": {"a": string}}))
 
 
 def test_the_bundled_pair_writes_json():

@@ -88,6 +88,7 @@ class Ingress:
         self._encoder = PromptEncoder(await asyncio.to_thread(lambda: self._target.tokenizer))
         self._started = int(time.time())
         self._fingerprint = ""
+        self._num_parameters: int | None = None
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -116,6 +117,7 @@ class Ingress:
     async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
         info = description.target
+        self._num_parameters = info.num_parameters
         self._fingerprint = fingerprint(self.config, info, self._target.tokenizer)
         grammars = Grammars(self._target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._compiler = GrammarCompiler(grammars)
@@ -202,8 +204,9 @@ class Ingress:
 
     async def version(self) -> Response:
         """Return the server's version."""
-        device, known = self.config.target.device, self._fingerprint or None
-        return json_response(Version(version=installed_version(), device=device, system_fingerprint=known))
+        facts = {"device": self.config.target.device, "num_parameters": self._num_parameters}
+        known = self._fingerprint or None
+        return json_response(Version(version=installed_version(), system_fingerprint=known, **facts))
 
     async def metrics(self) -> Response:
         """Return Prometheus metrics of all replicas, each with its own label."""

@@ -42,6 +42,8 @@ class Version(ResponseModel):
 
     version: str
     device: str
+    num_parameters: int | None
+    """The target's; null while the models are being loaded."""
     system_fingerprint: str | None
     """The same as in answers; null while the models are being loaded."""
 

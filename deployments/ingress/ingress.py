@@ -204,9 +204,11 @@ class Ingress:
 
     async def version(self) -> Response:
         """Return the server's version."""
-        facts = {"device": self.config.target.device, "num_parameters": self._num_parameters}
-        known = self._fingerprint or None
-        return json_response(Version(version=installed_version(), system_fingerprint=known, **facts))
+        device, known = self.config.target.device, self._fingerprint or None
+        about = Version(
+            version=installed_version(), device=device, num_parameters=self._num_parameters, system_fingerprint=known
+        )
+        return json_response(about)
 
     async def metrics(self) -> Response:
         """Return Prometheus metrics of all replicas, each with its own label."""

@@ -36,9 +36,6 @@ from engine.sampling.noise import Draws
 
 logger = logging.getLogger(__name__)
 
-_NUM_TIMINGS = 5
-"""The fastest of as many passes counts, since others may use the cores."""
-
 
 class CpuBackend(EagerBackend):
     """Runs a model on the CPU: eagerly at first, compiled as soon as its package exists."""
@@ -211,7 +208,7 @@ class CpuBackend(EagerBackend):
         batch = build([ForwardRow([1], 0, [0], 1)], kv)  # block 0 is that of padding
         torch.set_num_threads(num_threads(self.info.num_parameters, self._max_threads))
         runs = (lambda: candidate(batch), lambda: self.logits(batch))
-        compiled_s, eager_s = (min(timeit.repeat(run, number=1, repeat=_NUM_TIMINGS)) for run in runs)
+        compiled_s, eager_s = (min(timeit.repeat(run, number=1)) for run in runs)  # others may use the cores
         if compiled_s >= eager_s:
             raise CompileError(f"a compiled pass takes {1e3 * compiled_s:.1f} ms, an eager one {1e3 * eager_s:.1f} ms")
 

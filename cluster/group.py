@@ -125,9 +125,12 @@ class SpeculationGroup:
 
     @property
     def compiling(self) -> CompileProgress | None:
-        """How far the workers' models are, which compile one after the other; None if none does."""
+        """How far the workers' models are, which compile at once where there are cores for it; None if none does."""
         each = [progress for workers in (self._draft, self._target) if workers for progress in workers.compiling]
-        return CompileProgress(*map(sum, zip(*each, strict=True))) if each else None
+        if not each:
+            return None
+        done, of, left_s = zip(*each, strict=True)
+        return CompileProgress(sum(done), sum(of), max(left_s))
 
     async def recover(self) -> None:
         """Restart all target ranks if any is lost; their KV cache is empty afterwards.

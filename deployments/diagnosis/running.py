@@ -14,6 +14,9 @@ PATH = "/v1/completions"
 _ROUNDS = ("paceline:rounds_by_draft_length_total", "num_draft_tokens", "reason")
 _MANY_FALLBACKS = 0.05
 _LOW_ACCEPTANCE = 0.3
+_SLOW_PASS_S = 0.05
+_SLOW_WEIGHTS_PER_S = 1.5e9
+"""Of a pass: its calls, and its weights. Two cores take a third of it, eager passes included."""
 
 
 def server_findings(client: Client) -> Iterator[Finding]:
@@ -28,7 +31,10 @@ def server_findings(client: Client) -> Iterator[Finding]:
         here = installed_version()
         yield judged("version", version, "" if version == here else f"this command is version {here}: use the server's")
         rounds: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        yield speed_finding("speed-up", *take_turns(lambda *request: _decode(client, rounds, *request)))
+        plain, drafted = take_turns(lambda *request: _decode(client, rounds, *request))
+        left_s = max((one["compiling"]["left_s"] for one in health["routers"] if "compiling" in one), default=0)
+        yield _pace_finding(plain, client.get("/version")["num_parameters"], left_s)
+        yield speed_finding("speed-up", plain, drafted)
         metrics = client.metrics()
         yield from _draft_findings(rounds, metrics)
         recoveries, waiting = map(metrics.total, ("paceline:target_recoveries_total", "vllm:num_requests_waiting"))
@@ -36,6 +42,16 @@ def server_findings(client: Client) -> Iterator[Finding]:
         yield judged("queue", f"{waiting:.0f}", "raise autoscaling.max_replicas" * bool(waiting))
     except (ServerError, ValueError, KeyError, ZeroDivisionError) as error:
         yield Finding("error", "server", f"{client.url}: {error!r}", "check --url: is it Paceline? Read its log")
+
+
+def _pace_finding(plain: Figures, num_parameters: int, left_s: int) -> Finding:
+    """Compare the tokens per second of one stream without drafts with what even a slow processor reaches."""
+    speed, least = plain.num_tokens / plain.seconds, 1 / (_SLOW_PASS_S + num_parameters / _SLOW_WEIGHTS_PER_S)
+    found = f"{speed:.0f} tokens/s without drafts"
+    if left_s:
+        return Finding("warning", "pace", f"{found}, by eager passes", f"measure once it is compiled, in {left_s} s")
+    advice = f"{num_parameters / 1e6:.0f} M weights allow {least:.0f}: read the log, and stop what else uses the cores"
+    return judged("pace", found, advice * (speed < least))
 
 
 def _draft_findings(rounds: Mapping[tuple[str, ...], float], metrics: Metrics) -> Iterator[Finding]:

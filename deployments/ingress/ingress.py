@@ -25,7 +25,7 @@ from deployments.ingress.draining import end_at_shutdown
 from deployments.ingress.event_ids import LastEventId, event_ids
 from deployments.ingress.health import Health, add_health_routes, health_of
 from deployments.ingress.routes import answers, json_response, make_api
-from deployments.ingress.server_info import ModelCard, ModelList, Version, announcement, fingerprint, installed_version
+from deployments.ingress.server_info import ModelCard, ModelList, Version, announcement, fingerprint, version_of
 from deployments.observe.logs import in_background, limited_start, set_log_format
 from deployments.observe.metrics import ReplicaMetrics, exposition, in_scope
 from deployments.observe.tracing import traceparent
@@ -47,7 +47,7 @@ from deployments.ray_internals import bind_replica
 from deployments.routing.client import ServeRouters
 from deployments.routing.loads import problem_of
 from deployments.wire import Description, Generation, ModelLimits, target_id
-from engine.config import SEEDED_RULES
+from engine.config import SEEDED_RULES, ModelInfo
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.models.registry import open_model
 from engine.params import SamplingParams
@@ -88,6 +88,7 @@ class Ingress:
         self._encoder = PromptEncoder(await asyncio.to_thread(lambda: self._target.tokenizer))
         self._started = int(time.time())
         self._fingerprint = ""
+        self._info: ModelInfo | None = None
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -115,7 +116,7 @@ class Ingress:
 
     async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
-        info = description.target
+        self._info = info = description.target
         self._fingerprint = fingerprint(self.config, info, self._target.tokenizer)
         grammars = Grammars(self._target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._compiler = GrammarCompiler(grammars)
@@ -202,8 +203,7 @@ class Ingress:
 
     async def version(self) -> Response:
         """Return the server's version."""
-        device, known = self.config.target.device, self._fingerprint or None
-        return json_response(Version(version=installed_version(), device=device, system_fingerprint=known))
+        return json_response(version_of(self.config.target.device, self._info, self._fingerprint))
 
     async def metrics(self, request: Request, scope: str = "all") -> Response:
         """Return Prometheus metrics of all replicas, or of those on the URL's node (local), each with its own label."""

@@ -42,8 +42,20 @@ class Version(ResponseModel):
 
     version: str
     device: str
+    num_parameters: int | None
+    """The target's; null while the models are being loaded."""
     system_fingerprint: str | None
     """The same as in answers; null while the models are being loaded."""
+
+
+def version_of(device: str, target: ModelInfo | None, fingerprint: str) -> Version:
+    """Return the body of /version; `target` is None and `fingerprint` empty while the models are being loaded."""
+    return Version(
+        version=installed_version(),
+        device=device,
+        num_parameters=None if target is None else target.num_parameters,
+        system_fingerprint=fingerprint or None,
+    )
 
 
 def fingerprint(config: IngressConfig, target: ModelInfo, tokenizer: "PreTrainedTokenizerFast") -> str:

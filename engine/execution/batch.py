@@ -129,10 +129,11 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool = False) -
         for i in members:
             ends[i] = start + len(rows[i].token_ids)
             start += -(-len(rows[i].token_ids) // length) * length
-    logit_indices = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
+    indices = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
+    logit_indices = torch.tensor(indices, dtype=torch.int64, device=kv.input_device)
     return ForwardBatch(
-        token_ids=torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=kv.input_device),
-        logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=kv.input_device),
+        token_ids=tokens[0] if len(tokens) == 1 else torch.cat([logit_indices[:0], *tokens]),
+        logit_indices=logit_indices,
         paged=PagedContext(kv, groups),
         source_inputs=source_inputs,
         carried=carried,

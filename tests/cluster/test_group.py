@@ -325,14 +325,14 @@ async def test_stopping_kills_all_workers_once(targets, drafts):
     assert not group.is_available
 
 
-async def test_models_that_compile_one_after_the_other_are_told_as_one(targets, drafts):
+async def test_models_that_compile_at_once_are_told_as_one(targets, drafts):
     group = await started()
     assert group.compiling is None
     targets.workers[0].compiling, drafts.workers[0].compiling = (
         [CompileProgress(1, 3, 40.0)],
         [CompileProgress(0, 3, 25.0)],
     )
-    assert group.compiling == CompileProgress(1, 6, 65.0)
+    assert group.compiling == CompileProgress(1, 6, 40.0)
     await group.stop()
     assert group.compiling is None
 

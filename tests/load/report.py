@@ -57,6 +57,8 @@ class Report:
 
     def notes(self) -> list[str]:
         notes = list(self.run.plan.notes)
+        if left_s := self.run.plan.server.compiles_for_s:
+            notes.append(f"figures of eager passes: compiling took about {left_s} s more; wait, and measure again")
         lags = sorted(self.run.lag.lags_s)
         if lags and (lag_s := lags[int(0.99 * (len(lags) - 1))]) > MAX_LAG_S:
             notes.append(f"this client was {1000 * lag_s:.0f} ms late (p99): it, or this machine, is the bottleneck")

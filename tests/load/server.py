@@ -26,12 +26,14 @@ class Server:
         max_model_len: None if the server does not say.
         has_extensions: whether it takes `ignore_eos`, `continuous_usage_stats`, `cache_salt` and `speculative`.
         version: what `/version` answers, if anything.
+        compiles_for_s: for how much longer it compiles its passes, by its estimate; 0 if it does not.
     """
 
     model: str
     max_model_len: int | None
     has_extensions: bool
     version: dict[str, Any]
+    compiles_for_s: int = 0
 
 
 def prompt_fields(endpoint: Endpoint, content: str | list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,12 +75,14 @@ async def survey(client: Client, endpoint: Endpoint, model: str | None) -> Serve
     if answers[0].status_code in (400, 422):
         answers.append(await _request(client, "POST", PATHS[endpoint], plain))
     _check(answers[-1], client)
-    version = await client.http.get("/version", timeout=_PROBE_TIMEOUT_S)
+    version, health = [await client.http.get(path, timeout=_PROBE_TIMEOUT_S) for path in ("/version", "/health")]
+    routers = health.json().get("routers", []) if health.text.startswith("{") else []  # others answer with nothing
     return Server(
         model=card["id"],
         max_model_len=card.get("max_model_len"),
         has_extensions=len(answers) == 1,
         version=version.json() if version.status_code == httpx.codes.OK else {},
+        compiles_for_s=max((one["compiling"]["left_s"] for one in routers if "compiling" in one), default=0),
     )
 
 

@@ -125,6 +125,12 @@ def test_a_server_without_extensions_is_measured_too(server: FakeServer, tmp_pat
     assert figures["latencies_ms"]["tpot"] is not None
     assert figures["acceptance"]["num_drafts"] == 4 * 4  # from /metrics
     assert any("no ITL" in note for note in summary["notes"])
+    assert not any("eager" in note for note in summary["notes"])
+
+
+def test_figures_of_a_server_that_still_compiles_say_so(server: FakeServer, tmp_path: Path) -> None:
+    _, summary = run(server, tmp_path, "--requests", "4")
+    assert "figures of eager passes: compiling took about 40 s more; wait, and measure again" in summary["notes"]
 
 
 def test_a_trace_is_replayed(server: FakeServer, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ async def client(server: FakeServer):
 
 async def test_a_server_with_our_extensions_is_known(server: FakeServer, client: Client) -> None:
     found = await survey(client, "completions", None)
-    assert found == Server("tiny", 2048, True, {"version": "0.1.0", "device": "cpu"})
+    assert found == Server("tiny", 2048, True, {"version": "0.1.0", "device": "cpu"}, compiles_for_s=40)
 
 
 async def test_a_server_that_refuses_them_is_asked_without(server: FakeServer, client: Client) -> None:

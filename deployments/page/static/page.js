@@ -245,7 +245,9 @@ async function poll() {
   speeds.push(before ? (1000 * since("vllm:generation_tokens_total")) / (now.at - before.at) : 0);
   const most = Math.max(...speeds.splice(0, speeds.length, ...speeds.slice(-60)), 1);
   $("speed").setAttribute("points", speeds.map((value, index) => `${index * 4},${42 - (40 * value) / most}`).join(" "));
-  list("figures", [["tokens/s", speeds.at(-1).toFixed(1)], ["drafts accepted", drafted ? `${share} %` : "\u2013"],
+  const seconds = Math.max(0, ...routers.map(({ compiling }) => compiling?.left_s ?? 0));
+  list("figures", [[`tokens/s${seconds ? `, not compiled for ${seconds} s more` : ""}`, speeds.at(-1).toFixed(1)],
+    ["drafts accepted", drafted ? `${share} %` : "\u2013"],
     ["running", now["vllm:num_requests_running"] ?? 0], ["waiting", now["vllm:num_requests_waiting"] ?? 0]]);
   for (const { replica } of routers) replicas.delete(replica);
   list("replicas", [...routers.map(({ ready, reason }) => ["Router", ready ? "ready" : reason]),

@@ -3,6 +3,8 @@
 import functools
 import logging
 import time
+import timeit
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from engine.config import CompileProgress
 from engine.execution.backend import Part, PassOutput
-from engine.execution.batch import ForwardBatch, build
+from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cpu.compilation import packages
 from engine.execution.cpu.compilation.background_compiler import BackgroundCompiler
 from engine.execution.cpu.compilation.compiled_forward import (
@@ -106,7 +108,15 @@ class CpuBackend(EagerBackend):
         model = part(self.model)
         other = CpuBackend(model, self._source, whole=self, part=part)
         self._beside.append(other)
-        return other, kv.first_layers(model.num_cached_layers, len(model.state_shapes))
+        seen_kv = kv.first_layers(model.num_cached_layers, len(model.state_shapes))
+        other._newest_kv = weakref.ref(seen_kv)
+        return other, seen_kv
+
+    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+        """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
+        kv = super().allocate_kv(num_blocks, block_size, num_states, depth)
+        self._newest_kv = weakref.ref(kv)
+        return kv
 
     def compile(self) -> None:
         """Compile and load the model's passes; this takes a minute if they are not in the cache.
@@ -116,10 +126,10 @@ class CpuBackend(EagerBackend):
         """
         if (reason := self._reason_not_to_compile()) is not None:
             raise CompileError(reason)
-        packages.load_kernels()
         kv, step = self.allocate_kv(16, 16), self._step
         with torch.inference_mode():
             packages.compile_once(self._package, lambda path: packages.compile_step(step, *example(kv), path))
+        # What models share comes last, so that those which are compiled at once do not wait for each other.
         packages.compile_once(packages.noise_path(), packages.compile_noise)
         self._adopt()
 
@@ -177,11 +187,13 @@ class CpuBackend(EagerBackend):
         started = time.monotonic()
         packages.load_kernels()
         candidate = CompiledForward(self._package, self._step)
+        served_kv = self._newest_kv()
         kv, eager_kv = self.allocate_kv(16, 16), self.allocate_kv(16, 16)
         if kv.states is not None and eager_kv.states is not None:
             kv.states.copy_(eager_kv.states.normal_())
         for rows in samples():
             candidate.check(build(rows, kv), self.logits(build(rows, eager_kv)), eager_kv)
+        self._check_speed(candidate, served_kv or kv)
         load_noise(packages.noise_path())
         self._compiled = candidate
         # Frees the eager module, whose unpacked weights take half of the memory or more.
@@ -190,6 +202,15 @@ class CpuBackend(EagerBackend):
         if self.model.head is not None:
             self.model.head = getattr(module, "head", module)
         logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
+
+    def _check_speed(self, candidate: CompiledForward, kv: KVTensors) -> None:
+        """Raise CompileError unless compiled passes over a cache, which may be in use, are faster than eager ones."""
+        batch = build([ForwardRow([1], 0, [0], 1)], kv)  # block 0 is that of padding
+        torch.set_num_threads(num_threads(self.info.num_parameters, self._max_threads))
+        runs = (lambda: candidate(batch), lambda: self.logits(batch))
+        compiled_s, eager_s = (min(timeit.repeat(run, number=1)) for run in runs)  # others may use the cores
+        if compiled_s >= eager_s:
+            raise CompileError(f"a compiled pass takes {1e3 * compiled_s:.1f} ms, an eager one {1e3 * eager_s:.1f} ms")
 
 
 def bytes_per_weight(dtype: torch.dtype) -> int:

@@ -21,6 +21,7 @@ class FakePaceline:
         length, reason: of rounds whose draft length the request leaves open.
         draft_s, plain_s: seconds of a round with a draft, which brings 3 tokens, and of one without.
         num_drafted: draft tokens of an answer with drafts.
+        compiling: what `/health` says of a Router's compiling, if anything.
         demo_status: of /demo/kill without a process.
     """
 
@@ -34,6 +35,8 @@ class FakePaceline:
         self.draft_s, self.plain_s = 2.0, 1.0
         self.num_drafted = 8
         self.length, self.reason = "4", "goodput"
+        self.num_parameters = 10**9
+        self.compiling: dict[str, Any] = {}
         self.client = Client("http://fake", "key", transport=httpx.MockTransport(self.answer))
 
     def count(self, name: str, value: float) -> None:
@@ -45,11 +48,11 @@ class FakePaceline:
         body = json.loads(request.content or b"{}")
         match request.url.path:
             case "/health":
-                router = {"replica": "r1", "reason": None if self.is_ready else "recovering"}
+                router = {"replica": "r1", "reason": None if self.is_ready else "recovering", **self.compiling}
                 known = {"ready": self.is_ready, "reason": router["reason"], "routers": [router]}
                 return httpx.Response(200 if self.is_ready else 503, json=known)
             case "/version":
-                return httpx.Response(200, json={"version": "0.1.0"})
+                return httpx.Response(200, json={"version": "0.1.0", "num_parameters": self.num_parameters})
             case "/metrics":
                 return httpx.Response(200, text="".join(f"{name} {value}\n" for name, value in self.metrics.items()))
             case "/detokenize":

@@ -41,6 +41,17 @@ def test_a_speed_up_that_clients_do_not_get_is_a_warning(server: FakePaceline):
     assert found(server)["speed-up"].level == "warning"
 
 
+def test_a_pace_far_below_what_the_weights_allow_is_a_warning_and_eager_passes_are_named(server: FakePaceline):
+    pace = found(server)["pace"]
+    assert (pace.level, pace.found) == ("ok", "3 tokens/s without drafts")
+    server.num_parameters = 5_500_000
+    pace = found(server)["pace"]
+    assert (pace.level, pace.advice[:26]) == ("warning", "6 M weights allow 19: read")
+    server.num_parameters, server.compiling = 10**9, {"compiling": {"done": 1, "of": 6, "left_s": 40}}
+    pace = found(server)["pace"]
+    assert (pace.level, pace.advice) == ("warning", "measure once it is compiled, in 40 s")
+
+
 @pytest.mark.parametrize(("reason", "why"), [("off", "speculation is off"), ("goodput", "do not pay")])
 def test_unused_drafts_are_explained(server: FakePaceline, reason, why):
     server.count('paceline:rounds_by_draft_length_total{num_draft_tokens="4",reason="goodput",replica="r1"}', 1e6)

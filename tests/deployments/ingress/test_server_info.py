@@ -23,7 +23,7 @@ async def test_what_is_served(client: httpx.AsyncClient, config: AppConfig) -> N
     assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", Path(config.pair.target.path).name, 512)
     answer = (await client.get("/version")).json()
     assert answer["version"] == deployments.__version__
-    assert answer["device"] == "auto"
+    assert (answer["device"], answer["num_parameters"]) == ("auto", 1000)
 
 
 async def test_a_model_is_found_by_its_name(client: httpx.AsyncClient) -> None:

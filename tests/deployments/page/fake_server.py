@@ -126,7 +126,8 @@ def make_app(fake: Fake) -> FastAPI:
 
     @api.get("/health")
     async def health() -> dict[str, Any]:
-        return {"routers": [{"replica": "router#1", "ready": True, "reason": None}]}
+        compiling = {"compiling": {"done": 1, "of": 6, "left_s": 40}} if fake.drafted == 8 else {}
+        return {"routers": [{"replica": "router#1", "ready": True, "reason": None, **compiling}]}
 
     @api.get("/metrics")
     async def metrics() -> Response:

@@ -288,6 +288,7 @@ def test_the_live_figures_are_those_of_the_metrics(page: Any, fake: Fake) -> Non
     fake.rounds, fake.drafted, fake.accepted = 2, 8, 2  # a new Router
     page.clock.run_for(2000)
     page.get_by_text("25 %").wait_for()
+    assert "\ntokens/s, not compiled for 40 s more\n" in page.locator("#live").inner_text()
     page.get_by_text("Live").click()
     seen: list[str] = []
     page.on("request", lambda request: seen.append(request.url))

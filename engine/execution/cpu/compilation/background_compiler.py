@@ -1,10 +1,11 @@
 """BackgroundCompiler: compiles a model's passes in another process while the model is served eagerly.
 
-The process runs only while nothing else needs its core, and one model of a machine compiles at a time: decoding comes
-first. Later starts find the result in the cache.
+The process runs only while nothing else needs its core: decoding comes first. Target and draft are compiled at once if
+there are several cores. Later starts find the result in the cache.
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import subprocess
@@ -60,6 +61,9 @@ class BackgroundCompiler:
             options += ["--head", str(Path(head).resolve()) if Path(head).is_dir() else head]
         self._command = ["-m", "engine.execution.cpu", directory, *options]
         self._name = source.path
+        # A model has one process on a machine, which compiles its head, too.
+        model = hashlib.sha256(directory.encode()).hexdigest()[:16] if (os.cpu_count() or 1) > 1 else "all"
+        self._lock = f"compiling-{model}.lock"
         self._ready = ready
         self._expected_s = _START_S + _LAYER_S * num_layers
         self._process: subprocess.Popen[str] | None = None
@@ -94,7 +98,7 @@ class BackgroundCompiler:
     def _compile(self) -> str | None:
         cache_folder().mkdir(parents=True, exist_ok=True)
         with (
-            (cache_folder() / "compiling.lock").open("w") as lock,
+            (cache_folder() / self._lock).open("w") as lock,
             scratch_folder() as folder,  # a C++ compiler that is killed leaves its files behind
             tempfile.TemporaryFile("w+", dir=folder) as errors,
         ):

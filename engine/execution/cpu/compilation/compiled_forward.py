@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,11 @@ class CompileError(PacelineError):
     """A forward pass cannot be compiled, or the compiled pass computes something else."""
 
 
+@dataclass(slots=True)
 class TracedContext(PagedContext):
     """The context of passes while they are traced: one group, without branches on tensor values."""
+
+    _known_ends: dict[bool, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
@@ -53,15 +57,22 @@ class TracedContext(PagedContext):
         self.write(layer, key, value)
         _, size, kv_heads, _ = keys.shape
         if params.is_plain and key.shape[-1] == value.shape[-1] and suits(query.shape[-1], query.dtype):
-            mask = group.mask(params, 1, query, size)
-            ends = group.limits_of(params).contiguous()
-            if group.extra is not None:
-                ends = torch.cat([ends.unsqueeze(-1), group.extra + 1], -1).amax(-1)
+            mask, ends = group.mask(params, 1, query, size), self._ends(params)
             return attend_to_blocks(query.transpose(0, 1), keys, values, group.blocks, ends, mask, params.scaling)
         mask = group.mask(params, query.shape[0] // kv_heads, query, size)
         # Indexed by rows of blocks: with flat indices, the compiled code would divide to find each number's row.
         key, value = keys[group.blocks], values[group.blocks]
         return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
+
+    def _ends(self, params: AttentionParams) -> Tensor:
+        """Return `ends` of `attend_to_blocks`, computed once for all layers that see alike."""
+        if (ends := self._known_ends.get(params.sees_row)) is None:
+            (group,) = self.groups
+            ends = group.limits_of(params).contiguous()
+            if group.extra is not None:
+                ends = torch.cat([ends.unsqueeze(-1), group.extra + 1], -1).amax(-1)
+            self._known_ends[params.sees_row] = ends
+        return ends
 
 
 class Step(nn.Module):

@@ -43,10 +43,12 @@ MAX_BYTES = 2 * 2**30
 """Larger models are bound by memory bandwidth, and compiling needs a second copy of their weights."""
 _OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
+    # Takes longer than it saves for the few files of a process, and is in a temporary folder.
+    "aot_inductor.precompile_headers": False,
     # Otherwise small constants would be compiled in, but they are weights too.
     "always_keep_tensor_constants": True,
-    # Rotary sines are computed once, not in every layer and head.
-    "realize_opcount_threshold": 5,
+    # Rotary sines and masks are computed once, not in every layer and head.
+    "realize_opcount_threshold": 3,
     # The code between matrix products is too small for several threads.
     "cpp.threads": 1,
     "aot_inductor.custom_ops_to_c_shims": kernels.shims([panel_linear.SCHEMA, paged_attention.SCHEMA]),

@@ -3,6 +3,7 @@
 import gc
 import logging
 import re
+import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -244,6 +245,36 @@ def test_a_broken_package_is_not_compiled_again_but_named(empty_cache, target_pa
     assert f"{target_path} runs eagerly: " in caplog.text
     rows = [ForwardRow([3, 4], 0, [1], 1)]
     assert backend.run(build(rows, backend.allocate_kv(2, 16))).tokens.shape == (1,)
+
+
+class CopyingPasses:
+    """A package whose passes take time for every block of the cache, as one that copies it."""
+
+    def __init__(self, *_):
+        self.check = lambda *_: None
+
+    def __call__(self, batch):
+        time.sleep(1e-4 * (len(batch.paged.kv.keys[0]) - 16))
+
+
+@pytest.mark.parametrize("num_blocks", [16, 5000])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_compiled_passes_are_taken_only_if_they_are_faster_over_the_served_cache(
+    num_blocks, is_part, empty_cache, target_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(cpu_backend, "CompiledForward", CopyingPasses)
+    monkeypatch.setattr(packages, "load_kernels", lambda: None)
+    monkeypatch.setattr(cpu_backend, "load_noise", lambda path: None)
+    backend = backend_of(target_path, compile="auto")
+    kv = backend.allocate_kv(num_blocks, 16)
+    if is_part:
+        backend, kv = backend.beside(partial(first_layers, count=1), kv)
+    kv.keys[0][1:].fill_(7.0)
+    fill(backend)
+    backend.warm_up()
+    assert (backend._compiled is not None) == (num_blocks == 16)
+    assert ("runs eagerly: a compiled pass takes " in caplog.text) == (num_blocks == 5000)
+    assert kv.keys[0][1:].unique().tolist() == [7.0], "it may be in use"
 
 
 def test_with_compile_off_nothing_is_compiled_or_taken_from_the_cache(empty_cache, target_path, monkeypatch):

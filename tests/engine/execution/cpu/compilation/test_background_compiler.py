@@ -91,7 +91,22 @@ def test_decoding_comes_first_and_the_process_ends_no_sooner_than_this_one(inter
     assert compiler.progress is None
 
 
-def test_one_model_compiles_at_a_time_and_each_says_how_far_it_is(interpreter, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_models_compile_at_once_where_there_are_several_cores(num_cores, interpreter, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
+    interpreter("cat")
+    is_ready = threading.Semaphore(0)
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+    compilers = [compile_in_background(tmp_path / name, is_ready.release) for name in ("target", "draft")]
+    wait_for(lambda: sum(compiler._process is not None for compiler in compilers) == num_cores)
+    for compiler in sorted(compilers, key=lambda compiler: compiler._process is None):
+        wait_for(lambda one=compiler: one._process is not None)
+        compiler._process.stdin.close()
+        assert is_ready.acquire(timeout=30)
+
+
+def test_a_model_has_one_process_and_each_says_how_far_it_is(interpreter, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(background_compiler, "_LOG_PERIOD_S", 0.05)
     interpreter("cat")

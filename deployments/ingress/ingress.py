@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from deployments.anthropic.messages_writer import InputTokens, MessageBody, MessagesError, MessagesWriter
 from deployments.config import IngressConfig
-from deployments.guard.admission import Admission, current_owner, submitted
+from deployments.guard.admission import Admission, current_owner, owned_salt, submitted
 from deployments.ingress.answer import Answer
 from deployments.ingress.draining import end_at_shutdown
 from deployments.ingress.event_ids import LastEventId, event_ids
@@ -276,9 +276,10 @@ class Ingress:
 
         The text will match `source`, if there is one.
         """
-        if source is not None:
-            params = replace(params, grammar=await self._compiler.compile(source))
         request = writer.request
+        salt = request.cache_salt if self.config.share_between_keys else owned_salt(request.cache_salt)
+        if source is not None:
+            params = replace(params, grammar=await self._compiler.compile(source, salt))
         ids, seed = event_ids(writer, params, last_event_id, is_seeded=self.config.verification in SEEDED_RULES)
         generation = Generation(
             # Not that of the answer, which another Ingress may have begun.
@@ -286,7 +287,7 @@ class Ingress:
             prompts=writer.reply.prompts,
             params=params,
             timeout_s=self.config.limits.request_timeout_s,
-            cache_salt=request.cache_salt,
+            cache_salt=salt,
             interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,
             gathers_first=not request.stream,
             drawn_seed=seed,

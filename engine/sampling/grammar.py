@@ -18,6 +18,7 @@ from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from engine.blocks.block_pool import salt_digest
 from engine.errors import ModelError, RequestError
 from engine.models.source import ModelSource
 from engine.protocols import Request
@@ -96,6 +97,14 @@ def from_text(text: str) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # noqa: BLE001 - the converter raises bare exceptions
         raise RequestError(f"the grammar is neither Lark nor GBNF: {error}", "grammar") from None
+
+
+def salted(grammar: str, salt: str | None) -> str:
+    """Return an equal grammar that no cache takes for another salt's, whose users could tell that it was compiled."""
+    if salt is None:
+        return grammar
+    digest = salt_digest(salt).hex()
+    return f'{grammar[:-1]},"salt":"{digest}"}}' if grammar.startswith("{") else f"{grammar}\n// {digest}"
 
 
 def explain(error: str, grammar: str) -> str:

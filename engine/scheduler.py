@@ -118,7 +118,8 @@ class Scheduler:
                 budget -= row.length + row.num_draft_tokens
                 longest -= max(0, row.num_draft_tokens - k)
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and len(rows) < self._share:
-            if self._lacks_blocks or (admitted := self._admit(self.waiting.first, budget, plan)) is None:
+            first = self.waiting.first_besides({sequence.owner for sequence in self.running}) or self.waiting.first
+            if self._lacks_blocks or (admitted := self._admit(first, budget, plan)) is None:
                 self._lacks_blocks = True
                 break
             rows.append(admitted)
@@ -149,7 +150,7 @@ class Scheduler:
             if verdict.prompt_logprobs:
                 sequence.prompt_logprobs[sequence.num_computed :] = verdict.prompt_logprobs
             sequence.num_computed += row.length + verdict.num_accepted
-            if verdict.token_ids:
+            if verdict.token_ids or verdict.error:
                 self.stats.observe_draft(len(verdict.draft.token_ids), verdict.num_accepted)
                 output = sequence.commit(verdict)
                 self.stats.num_generation_tokens += len(output.token_ids)
@@ -225,7 +226,7 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
-        """Start the first waiting request and return its row, or None if too few blocks or state slots are free."""
+        """Start a waiting request and return its row, or None if too few blocks or state slots are free."""
         if not self._take_cached(sequence):
             return None
         row = self._row(sequence, budget, plan, self.config.num_speculative_tokens)

@@ -29,7 +29,9 @@ def with_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[
     return [
         verdict  # `dataclasses.replace` would take three times as long
         if row.draft.num_deferred
-        else Verdict(verdict.token_ids, verdict.path, verdict.logprobs, verdict.prompt_logprobs, row.draft, verdict.error)
+        else Verdict(
+            verdict.token_ids, verdict.path, verdict.logprobs, verdict.prompt_logprobs, row.draft, verdict.error
+        )
         for verdict, row in zip(verdicts, rows, strict=True)
     ]
 

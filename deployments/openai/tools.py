@@ -175,7 +175,9 @@ class MessageForm:
         field = self.loaded.fields[CALLS]
         if self._rewrites is not None:
             field, body = replace(field, content="json", content_args={}), self._to_json(body)
-        value = process_field(body, field, {name: text for name, text in opening.groupdict().items() if text is not None})
+        value = process_field(
+            body, field, {name: text for name, text in opening.groupdict().items() if text is not None}
+        )
         return parse_response("=" + json.dumps(value), _json_template(), prefix="", tools=tools)[CALLS]
 
     @cached_property

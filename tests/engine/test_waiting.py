@@ -286,7 +286,12 @@ def computed(scheduler, token=7):
 
 
 def scheduler_of(*sequences, num_blocks=10_000, **settings):
-    settings = {"max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 64, "enable_prefix_caching": False} | settings
+    settings = {
+        "max_num_seqs": 8,
+        "block_size": 4,
+        "max_num_batched_tokens": 64,
+        "enable_prefix_caching": False,
+    } | settings
     scheduler = Scheduler(EngineConfig(**settings), num_blocks, 1000)
     for sequence in sequences:
         scheduler.add(sequence)
@@ -311,7 +316,9 @@ def test_an_owner_without_a_running_request_gets_the_place_of_the_youngest_of_th
 
 def test_a_lack_of_blocks_is_no_reason_to_wait_either():
     scheduler = scheduler_of(
-        *(make_sequence(f"many {i}", "many", length=15) for i in range(9)), num_blocks=1 + 16, max_num_batched_tokens=400
+        *(make_sequence(f"many {i}", "many", length=15) for i in range(9)),
+        num_blocks=1 + 16,
+        max_num_batched_tokens=400,
     )
     computed(scheduler)
     assert scheduler.pool.num_free == 0

@@ -39,7 +39,7 @@ from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Reply, Writer
 from deployments.page.demo import add_demo
 from deployments.page.page import add_page
-from deployments.prompts.encoder import PromptEncoder
+from deployments.prompts.encoder import LONG_CHARS, PromptEncoder
 from deployments.prompts.grammar_compiler import GrammarCompiler
 from deployments.prompts.parameters import check_token_ids, fit, sampling_params
 from deployments.prompts.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
@@ -248,10 +248,12 @@ class Ingress:
             prompts = [await self._encoder.encode_chat(chat, limits.max_model_len)]
             prompts, params = fit(params, chat, prompts, limits)
             end = "" if form is None else await self._encoder.answer_begun(chat, prompts[0])
+            begin = partial(writer, await self._reply(prefix, prompts, chat, limits), chat, form, end)
+            # A client may have begun a long answer.
+            answer = await asyncio.to_thread(begin) if len(end) > LONG_CHARS else begin()
             if form is not None:
                 params = replace(params, mark_token_ids=list(form.mark_token_ids))
                 source = source and replace(source, thoughts=form.thoughts_after(end))
-            answer = writer(await self._reply(prefix, prompts, chat, limits), chat, form, end)
             return await self._answer(answer, params, source, last_event_id)
         except RequestError as error:
             raise renamed(error, request.CHAT_FIELDS) from error

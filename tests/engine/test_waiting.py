@@ -298,15 +298,24 @@ def scheduler_of(*sequences, num_blocks=10_000, **settings):
     return scheduler
 
 
-@pytest.mark.parametrize("length", [4, 60], ids=["places", "the budget of prompts"])
-def test_an_owner_without_a_running_request_gets_the_place_of_the_youngest_of_the_largest(length):
-    """A long prompt of its own waits for no second prompt of another."""
-    many = [make_sequence(f"many {i}", "many", length=length) for i in range(20)]
+def test_the_first_prompt_of_an_owner_does_not_wait_for_a_second_one_of_another():
+    scheduler = scheduler_of(
+        *(make_sequence(f"many {i}", "many", length=60) for i in range(4)), max_num_batched_tokens=16
+    )
+    for _ in range(5):
+        computed(scheduler)
+    assert not scheduler.running[-1].is_decoding
+    scheduler.add(make_sequence("one", "one", length=60))
+    assert "one" in computed(scheduler)
+
+
+def test_an_owner_without_a_running_request_gets_the_place_of_the_youngest_of_the_largest():
+    many = [make_sequence(f"many {i}", "many") for i in range(20)]
     scheduler = scheduler_of(*many, make_sequence("few 0", "few"), make_sequence("few 1", "few"))
     for _ in range(9):
         computed(scheduler)
     youngest = [s for s in scheduler.running if s.owner == "many"][-1]
-    scheduler.add(make_sequence("one", "one", length=length))
+    scheduler.add(make_sequence("one", "one"))
     assert scheduler.has_prompts
     assert "one" in computed(scheduler)
     assert youngest not in scheduler.running
@@ -376,6 +385,8 @@ def test_every_owner_runs_soon_and_every_request_ends(seed):
         while waiting and rng.random() < 0.5:
             scheduler.add(waiting.pop())
         rows = scheduler.next_batch(Plan(0))
+        in_flight = {id(row.request) for flight in flights for row in flight}
+        assert not in_flight & {id(s.request) for s in scheduler.waiting}, "a pass still writes to its blocks"
         if scheduler.num_cohorts == 1:  # else those in flight keep their places a round longer
             firm = Counter(s.owner for s in scheduler.running if s.priority <= 0)
             absent = {s.owner for s in scheduler.waiting if s.priority <= 0} - seats(scheduler).keys()
@@ -390,3 +401,23 @@ def test_every_owner_runs_soon_and_every_request_ends(seed):
         assert rounds < 5000
     assert all(s.finish_reason == "length" for s in sequences)
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+def test_texts_do_not_change_when_places_are_taken_for_other_owners():
+    requests = [
+        ([i % VOCAB, (i + 1) % VOCAB] * (2 + i % 6), SamplingParams(temperature=0.7, seed=i, max_tokens=12))
+        for i in range(14)
+    ]
+    plain = run(make_engine(MODEL), requests)
+    engine = make_engine(MODEL, max_num_seqs=3, num_blocks=30, block_size=4)
+    for i, (prompt, params) in enumerate(requests[:8]):
+        engine.add(str(i), prompt, params, owner="many")
+    arriving = list(enumerate(requests))[8:]
+
+    def arrive(engine, rounds):
+        if rounds % 2 == 1 and arriving:
+            i, (prompt, params) = arriving.pop(0)
+            engine.add(str(i), prompt, params, owner=f"one {i}")
+
+    assert run(engine, [], between=arrive) == plain
+    assert engine.stats.num_preemptions > 1

@@ -244,6 +244,9 @@ class Matcher:
         new = list(output[len(self._output) :])
         if self._follows and self._matcher.try_consume_tokens(new) < len(new):
             self._follows = False
+            if self._matcher.is_error():
+                self.error = self._matcher.get_error()
+                return
             logger.error("committed tokens violate their grammar: %s", self._matcher.get_error() or "not allowed")
         self._output += new
 

@@ -158,6 +158,9 @@ class AppConfig(BaseModel):
     every request is accepted."""
     api_key_file: Annotated[Path | None, OrNone] = None
     """A file with more keys, one per line."""
+    share_between_keys: bool = False
+    """Whether requests of different API keys share cached prefixes and copied drafts, which tell a client what others
+    have sent and got; off, a system prompt is computed once for each key."""
     cors_allow_origins: Annotated[tuple[str, ...], FROM_WORDS] = ()
     """Origins of web pages that may call the API from a browser (`https://chat.example.com`), or `*` for all."""
     page: Literal["on", "off", "demo"] = "on"
@@ -249,6 +252,7 @@ class IngressConfig:
     cors_allow_origins: tuple[str, ...]
     page: Literal["on", "off", "demo"]
     draft_pool: bool
+    share_between_keys: bool
     start_timeout_s: float
     log_format: LogFormat
 

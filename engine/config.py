@@ -135,7 +135,7 @@ class EngineConfig(_Settings):
     of full length. KV blocks never take more than max_num_seqs contexts of full length need."""
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes and, with drafting suffix, earlier outputs; only requests
-    of the same cache_salt do."""
+    of the same cache_salt and API key do."""
 
     @property
     def max_draft_tokens(self) -> int:

@@ -177,7 +177,7 @@ class Verdict:
 
     `path` holds the accepted draft nodes, root first: their KV entries are kept. `token_ids` are empty while the prompt
     is still being computed. `prompt_logprobs` belong to the prompt tokens from `start + 1` on. `draft` is the draft
-    that was judged, whoever made it.
+    that was judged, whoever made it. An `error` ends the request, and comes without tokens.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -185,6 +185,7 @@ class Verdict:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft: Draft = NO_DRAFT
+    error: str = ""
 
     @property
     def num_accepted(self) -> int:
@@ -192,7 +193,7 @@ class Verdict:
         return len(self.path)
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,8 @@ class RoundTrace:
 class RequestOutput:
     """The tokens and text that one round added to one request.
 
-    `text` can lag behind `token_ids`: text that may still become a stop string or a whole character comes later.
+    `text` can lag behind `token_ids`: text that may still become a stop string or a whole character comes later. After
+    an error, `stop_reason` is its message.
     """
 
     request_id: str

@@ -1,8 +1,9 @@
 """Scheduler: chooses the requests of the next round, and admits, preempts and finishes requests.
 
 Continuous batching with chunked prefill under one token budget: decoding requests get their last token and their
-draft first, prompts get the rest. When blocks run out, the youngest of the running requests with the highest `priority`
-is preempted: it frees its blocks and recomputes its committed tokens later.
+draft first, prompts get the rest. When blocks run out, the last request of `by_share` is preempted: it frees its blocks
+and recomputes its committed tokens later. So is one for the first request of an owner that has none running: owners
+have places before any has a second one.
 
 With two cohorts, a second round may begin before the first has ended. Each takes an equal share of the requests, of
 those that are not in flight, longest waiting first; so the cohorts stay equal without a list of their members.
@@ -16,7 +17,7 @@ from engine.control.plan import Plan
 from engine.control.stats import SpeculationStats
 from engine.protocols import Request, RequestOutput, ScheduledRow, Verdict
 from engine.sequence import Sequence
-from engine.waiting import WaitingQueue
+from engine.waiting import WaitingQueue, by_share, dispensable
 
 
 class Scheduler:
@@ -79,7 +80,9 @@ class Scheduler:
         """Whether the next round is likely to compute prompts; prompts that wait for blocks do not count."""
         cohort = self._cohort
         is_full = len(self.running) >= self.config.max_num_seqs or self._lacks_blocks or len(cohort) >= self._share
-        return (bool(self.waiting) and not is_full) or not all(sequence.is_decoding for sequence in cohort)
+        if self._newcomer is not None or (self.waiting and not is_full):
+            return True
+        return not all(sequence.is_decoding for sequence in cohort)
 
     def next_batch(self, plan: Plan) -> list[ScheduledRow]:
         """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks.
@@ -88,6 +91,11 @@ class Scheduler:
         """
         for sequence in [s for s in reversed(self.running) if self.states.is_unsure(s.request) and not s.is_in_flight]:
             self._requeue(sequence)
+        while (newcomer := self._newcomer) is not None:
+            if len(self.running) >= self.config.max_num_seqs or not self._take_cached(newcomer):
+                self._preempt(dispensable(self.running)[-1])
+            else:
+                self._begin(newcomer)
         budget, k = self.config.max_num_batched_tokens, self.config.num_speculative_tokens
         # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places, and what
         # the budget has beyond 1 + k tokens for each row.
@@ -97,8 +105,9 @@ class Scheduler:
             longest = k
         rows: list[ScheduledRow] = []
         self._lacks_blocks = False
+        ranks = {id(sequence): rank for rank, sequence in enumerate(by_share(self.running), 1)}
         # Decoding rows first, so that a long prompt does not delay them.
-        for sequence in sorted(self._cohort, key=lambda s: not s.is_decoding):
+        for sequence in sorted(self._cohort, key=lambda s: 0 if s.is_decoding else ranks[id(s)]):
             if budget <= 0:
                 break
             if sequence not in self.running:  # preempted for an older one
@@ -109,7 +118,8 @@ class Scheduler:
                 budget -= row.length + row.num_draft_tokens
                 longest -= max(0, row.num_draft_tokens - k)
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and len(rows) < self._share:
-            if self._lacks_blocks or (admitted := self._admit(self.waiting.first, budget, plan)) is None:
+            first = self.waiting.first_besides({sequence.owner for sequence in self.running}) or self.waiting.first
+            if self._lacks_blocks or (admitted := self._admit(first, budget, plan)) is None:
                 self._lacks_blocks = True
                 break
             rows.append(admitted)
@@ -140,7 +150,7 @@ class Scheduler:
             if verdict.prompt_logprobs:
                 sequence.prompt_logprobs[sequence.num_computed :] = verdict.prompt_logprobs
             sequence.num_computed += row.length + verdict.num_accepted
-            if verdict.token_ids:
+            if verdict.token_ids or verdict.error:
                 self.stats.observe_draft(len(verdict.draft.token_ids), verdict.num_accepted)
                 output = sequence.commit(verdict)
                 self.stats.num_generation_tokens += len(output.token_ids)
@@ -158,6 +168,12 @@ class Scheduler:
         """The most requests of one round."""
         num_requests = min(self.config.max_num_seqs, len(self.running) + len(self.waiting))
         return -(-num_requests // self.num_cohorts)
+
+    @property
+    def _newcomer(self) -> Sequence | None:
+        """The waiting request that others are preempted for; None if there is none, or nobody may be preempted."""
+        newcomer = self.waiting.first_besides({sequence.owner for sequence in self.running})
+        return newcomer if newcomer is not None and dispensable(self.running) else None
 
     @property
     def _cohort(self) -> list[Sequence]:
@@ -191,12 +207,12 @@ class Scheduler:
         then nobody is admitted, who would take the blocks that it waits for.
         """
         while not self._grow(sequence, row):
-            last, victim = _last(self.running), _last([s for s in self.running if not s.is_in_flight])
-            if victim is sequence and last.is_in_flight:
+            order = by_share(self.running)
+            victim = [s for s in order if not s.is_in_flight][-1]
+            if victim is sequence and order[-1].is_in_flight:
                 self._lacks_blocks = True
                 return False
-            self._requeue(victim)
-            self.stats.num_preemptions += 1
+            self._preempt(victim)
             batch[:] = [earlier for earlier in batch if earlier.request is not victim.request]
             if victim is sequence:
                 return False
@@ -211,14 +227,31 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
-        """Start the first waiting request and return its row, or None if too few blocks or state slots are free."""
+        """Start a waiting request and return its row, or None if too few blocks or state slots are free."""
+        if not self._take_cached(sequence):
+            return None
+        row = self._row(sequence, budget, plan, self.config.num_speculative_tokens)
+        if not self._grow(sequence, row):
+            self._free(sequence)
+            return None
+        self._begin(sequence)
+        return row
+
+    def _take_cached(self, sequence: Sequence) -> bool:
+        """Give a waiting request its cached blocks and a state slot; return False if no slot is free."""
         if not sequence.lacks_prompt_logprobs:
             blocks, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.request.salt)
             sequence.block_ids = block_table(blocks)
-        row = self._first_row(sequence, budget, plan)
-        if row is None or not self._grow(sequence, row):
+        num_blocks = self.states.admit(sequence.request, sequence.digests)
+        if num_blocks is None:
             self._free(sequence)
-            return None
+            return False
+        self.pool.free(sequence.block_ids[num_blocks:])
+        del sequence.block_ids[num_blocks:], sequence.digests[num_blocks:]
+        sequence.num_computed = num_blocks * self.config.block_size
+        return True
+
+    def _begin(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         if not sequence.was_admitted:
@@ -230,16 +263,10 @@ class Scheduler:
             if self.config.enable_prefix_caching and not sequence.lacks_prompt_logprobs:
                 self.stats.num_prefix_queries += len(sequence.request.token_ids)
                 self.stats.num_prefix_hits += sequence.num_cached
-        return row
 
-    def _first_row(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
-        num_blocks = self.states.admit(sequence.request, sequence.digests)
-        if num_blocks is None:
-            return None
-        self.pool.free(sequence.block_ids[num_blocks:])
-        del sequence.block_ids[num_blocks:], sequence.digests[num_blocks:]
-        sequence.num_computed = num_blocks * self.config.block_size
-        return self._row(sequence, budget, plan, self.config.num_speculative_tokens)
+    def _preempt(self, sequence: Sequence) -> None:
+        self._requeue(sequence)
+        self.stats.num_preemptions += 1
 
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -258,8 +285,3 @@ class Scheduler:
             parent = sequence.digests[-1] if sequence.digests else sequence.request.salt
             sequence.digests.append(block_digest(parent, token_ids[index * size : (index + 1) * size]))
             self.pool.publish(sequence.block_ids[index], sequence.digests[-1])
-
-
-def _last(running: list[Sequence]) -> Sequence:
-    """Return the youngest of the requests with the highest `priority`."""
-    return max(reversed(running), key=lambda sequence: sequence.priority)

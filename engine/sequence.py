@@ -80,6 +80,8 @@ class Sequence:
         request = self.request
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
         committed, texts = self._append(verdict.token_ids)
+        if verdict.error:
+            self.finish_reason, self.stop_reason = "error", verdict.error
         if texts and self.finish_reason is not None and not isinstance(self.stop_reason, str):
             texts[-1] += self._rest()
         num_accepted, draft, trace = min(verdict.num_accepted, len(committed)), verdict.draft, None

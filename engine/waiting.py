@@ -1,4 +1,4 @@
-"""WaitingQueue: which waiting request starts next, and whether another one may wait.
+"""WaitingQueue: which waiting request starts next, whether another one may wait, and which running one makes room.
 
 Requests that have begun come first: preempted ones, then those that another engine began. Of the others, the owner with
 the fewest tokens served is next, and of its requests the one with the lowest `priority`, then the oldest. A positive
@@ -13,7 +13,7 @@ owner that left the queue last.
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 
 from engine.errors import QueueFullError
@@ -48,6 +48,12 @@ class WaitingQueue:
             return self._begun[0]
         heads = (queue[0] for queue in self._new.values())
         return min(heads, key=lambda head: (max(0, head.priority), self._served[head.owner]))
+
+    def first_besides(self, owners: Container[str]) -> Sequence | None:
+        """Return the request that starts next of those of other owners that let nobody pass; None if there is none."""
+        begun = (sequence for sequence in self._begun if sequence.owner not in owners and sequence.priority <= 0)
+        heads = [queue[0] for owner, queue in self._new.items() if owner not in owners and queue[0].priority <= 0]
+        return next(begun, None) or min(heads, key=lambda head: self._served[head.owner], default=None)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request; one that another engine began always finds a place.
@@ -86,3 +92,28 @@ class WaitingQueue:
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens that were computed for a request's owner."""
         self._served[sequence.owner] += num_tokens
+
+
+def by_share(running: Iterable[Sequence]) -> list[Sequence]:
+    """Return running requests, given oldest first, in the order in which they keep their places.
+
+    All owners' first requests come before all second ones, and so on, then the oldest. An owner's requests are in the
+    order of `priority`. Those with a positive one come after all others.
+    """
+    num_before: Counter[str] = Counter()
+    places: dict[Sequence, tuple[int, int]] = {}
+    running = list(running)
+    for sequence in sorted(running, key=lambda sequence: sequence.priority):
+        places[sequence] = max(0, sequence.priority), num_before[sequence.owner]
+        num_before[sequence.owner] += 1
+    return sorted(running, key=lambda sequence: places[sequence])
+
+
+def dispensable(running: Iterable[Sequence]) -> list[Sequence]:
+    """Return the requests, the first to be preempted last, that make room for an owner that has none running.
+
+    Each owner keeps its first one, unless its `priority` is positive, and those in flight.
+    """
+    order = by_share(running)
+    kept = {sequence.owner: sequence for sequence in reversed(order) if sequence.priority <= 0}
+    return [sequence for sequence in order if kept.get(sequence.owner) is not sequence and not sequence.is_in_flight]

@@ -29,7 +29,9 @@ def with_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[
     return [
         verdict  # `dataclasses.replace` would take three times as long
         if row.draft.num_deferred
-        else Verdict(verdict.token_ids, verdict.path, verdict.logprobs, verdict.prompt_logprobs, row.draft)
+        else Verdict(
+            verdict.token_ids, verdict.path, verdict.logprobs, verdict.prompt_logprobs, row.draft, verdict.error
+        )
         for verdict, row in zip(verdicts, rows, strict=True)
     ]
 
@@ -49,6 +51,8 @@ def _verdict_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str |
         return f"{len(verdict.prompt_logprobs)} prompt log probabilities, {row.num_prompt_logprobs} requested"
     if not row.reaches_tip:
         return "tokens for an unfinished prefill" if tokens or path else None
+    if verdict.error:
+        return "tokens beside an error" if tokens or path else None
     if len(tokens) != len(path) + 1:
         return f"{len(tokens)} tokens after {len(path)} accepted ones"
     if not in_vocabulary(tokens, vocab_size):

@@ -99,6 +99,12 @@ def current_owner() -> str:
     return _owner.get()
 
 
+def owned_salt(cache_salt: str | None) -> str | None:
+    """Return a salt that requests of other owners cannot have; without API keys, the client's own."""
+    owner = _owner.get()
+    return f"{owner}/{cache_salt or ''}" if owner else cache_salt
+
+
 def submitted() -> None:
     """Say that a Router counts the current request from now on."""
     preparing, preparation = _preparation.get()

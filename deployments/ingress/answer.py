@@ -1,7 +1,7 @@
 """Answer: the response to one request, as one body or as server-sent events.
 
-Writing many log probabilities, such as a long prompt's, takes up to a second. A thread does it, one answer at a time,
-while the event loop streams.
+Writing many log probabilities, such as a long prompt's, or reading the calls in a long text takes up to a second. A
+thread does it, one answer at a time, while the event loop streams.
 """
 
 import asyncio
@@ -34,6 +34,8 @@ KEEP_ALIVE = ": keep-alive\n"
 """A comment. No empty line ends it: after an event's id, OpenAI's client would take that for another event."""
 MANY_LOGPROBS = 2048
 """More of them take longer than a few milliseconds to write."""
+MANY_CHARS = 4096
+"""More of them take longer than 30 milliseconds to read, if a model writes the worst for its form of calls."""
 
 T = TypeVar("T")
 _writing = ThreadPoolExecutor(1, "long answers")
@@ -67,7 +69,7 @@ class Answer(StreamingResponse):
             while outputs := await self._next():
                 for output in outputs:
                     self._writer.choices[choice_index(output.request_id)].append(output)
-            body = await _run(lambda: to_json(self._writer.whole()), is_long=_has_many_logprobs(self._writer.choices))
+            body = await _run(lambda: to_json(self._writer.whole()), is_long=_is_long(self._writer.choices))
         return Response(body, media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,9 +90,9 @@ class Answer(StreamingResponse):
                 if outputs is None:
                     yield KEEP_ALIVE
                 else:  # a stream that continues another one is silent up to the last event of that
-                    yield await _run(self._chunks, outputs, is_long=_has_many_logprobs(outputs)) or KEEP_ALIVE
+                    yield await _run(self._chunks, outputs, is_long=_is_long(outputs)) or KEEP_ALIVE
                 outputs = await self._idle.wait(self._next())
-            is_long = writer.REPEATS_ALL and _has_many_logprobs(writer.choices)
+            is_long = writer.REPEATS_ALL and _is_long(writer.choices)
             writer.num_events = self._ids.num_events
             if text := self._ids.closing(await _run(writer.closing, is_long=is_long)):
                 yield text
@@ -188,7 +190,9 @@ async def _run(function: Callable[..., T], *args: Any, is_long: bool) -> T:
     return function(*args)
 
 
-def _has_many_logprobs(sources: Sequence[Choice | RequestOutput]) -> bool:
+def _is_long(sources: Sequence[Choice | RequestOutput]) -> bool:
+    if sum(len(entry.text) for entry in sources) > MANY_CHARS:
+        return True
     return sum(num_logprobs(entry.logprobs) + num_logprobs(entry.prompt_logprobs) for entry in sources) > MANY_LOGPROBS
 
 

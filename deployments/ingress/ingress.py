@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from deployments.anthropic.messages_writer import InputTokens, MessageBody, MessagesError, MessagesWriter
 from deployments.config import IngressConfig
-from deployments.guard.admission import Admission, current_owner, submitted
+from deployments.guard.admission import Admission, current_owner, owned_salt, submitted
 from deployments.ingress.answer import Answer
 from deployments.ingress.draining import end_at_shutdown
 from deployments.ingress.event_ids import LastEventId, event_ids
@@ -39,7 +39,7 @@ from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Reply, Writer
 from deployments.page.demo import add_demo
 from deployments.page.page import add_page
-from deployments.prompts.encoder import PromptEncoder
+from deployments.prompts.encoder import LONG_CHARS, PromptEncoder
 from deployments.prompts.grammar_compiler import GrammarCompiler
 from deployments.prompts.parameters import check_token_ids, fit, sampling_params
 from deployments.prompts.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
@@ -248,10 +248,12 @@ class Ingress:
             prompts = [await self._encoder.encode_chat(chat, limits.max_model_len)]
             prompts, params = fit(params, chat, prompts, limits)
             end = "" if form is None else await self._encoder.answer_begun(chat, prompts[0])
+            begin = partial(writer, await self._reply(prefix, prompts, chat, limits), chat, form, end)
+            # A client may have begun a long answer.
+            answer = await asyncio.to_thread(begin) if len(end) > LONG_CHARS else begin()
             if form is not None:
                 params = replace(params, mark_token_ids=list(form.mark_token_ids))
                 source = source and replace(source, thoughts=form.thoughts_after(end))
-            answer = writer(await self._reply(prefix, prompts, chat, limits), chat, form, end)
             return await self._answer(answer, params, source, last_event_id)
         except RequestError as error:
             raise renamed(error, request.CHAT_FIELDS) from error
@@ -276,9 +278,10 @@ class Ingress:
 
         The text will match `source`, if there is one.
         """
-        if source is not None:
-            params = replace(params, grammar=await self._compiler.compile(source))
         request = writer.request
+        salt = request.cache_salt if self.config.share_between_keys else owned_salt(request.cache_salt)
+        if source is not None:
+            params = replace(params, grammar=await self._compiler.compile(source, salt))
         ids, seed = event_ids(writer, params, last_event_id, is_seeded=self.config.verification in SEEDED_RULES)
         generation = Generation(
             # Not that of the answer, which another Ingress may have begun.
@@ -286,7 +289,7 @@ class Ingress:
             prompts=writer.reply.prompts,
             params=params,
             timeout_s=self.config.limits.request_timeout_s,
-            cache_salt=request.cache_salt,
+            cache_salt=salt,
             interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,
             gathers_first=not request.stream,
             drawn_seed=seed,

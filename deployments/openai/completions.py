@@ -26,7 +26,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     )

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing import ResponseParser
 
 _BLANK = " \t\r\n"
+PIECE = 256
+"""Characters that are read at once: more of them take longer each."""
+MAX_ENDLESS = 4
+"""Calls without an end, after which no other one is looked for: each search reads the rest of the text."""
 _MARK = re.compile(r'["\\{}\[\]<]')
 
 
@@ -86,28 +90,51 @@ class MessageParser:
         self._parser = self._parser_after("x" if has_call else begun)
         self._is_after_call = False
         self.num_calls = 0
+        self._text = ""
+        self._num_endless = 0
         self._reading = self._read()
 
     def _parser_after(self, text: str) -> "ResponseParser":
+        """Return a parser that has read a text, in pieces, as it searches all that it got again after each mark."""
         from transformers.utils.chat_parsing import ResponseParser
 
-        return ResponseParser(self._template, prefix=text)
+        parser = ResponseParser(self._template, prefix="")
+        for start in range(0, len(text), PIECE):
+            parser.initial_events += parser.feed(text[start : start + PIECE])
+        return parser
 
     def feed(self, text: str, *, is_last: bool) -> list[Part]:
         """Return the parts that later text cannot change; after the last text, the rest."""
         self._parts: list[Part] = []
-        self._text, self._is_last = text, is_last
+        self._input, self._position, self._is_last = self._text + text, len(self._text), is_last
         next(self._reading)
         return self._parts
 
-    # These generators read as much of the text as they can, and yield where they need more, which replaces it.
+    # These generators read the input in pieces, and yield where they need more. `_text` is the end of what they have
+    # read, and not understood yet.
+
+    def _next(self) -> Generator[None, None, str]:
+        if self._position == len(self._input):
+            yield
+        piece = self._input[self._position : self._position + PIECE]
+        self._position += len(piece)
+        return piece
+
+    def _more(self) -> Generator[None]:
+        piece = yield from self._next()
+        self._text += piece
+
+    @property
+    def _is_end(self) -> bool:
+        return self._is_last and self._position == len(self._input)
 
     def _read(self) -> Generator[None]:
         while True:
-            events = self._parser.feed(self._text)
-            if self._is_last:
-                events = [*events, *self._parser.finalize()[1]]
+            self._position -= len(self._text)
             self._text = ""
+            events = self._parser.feed((yield from self._next()))
+            if self._is_end:
+                events = [*events, *self._parser.finalize()[1]]
             for event in events:
                 if event["type"] == "region_chunk" and event["field"] == CALLS:
                     self._text += event["text"]
@@ -115,19 +142,12 @@ class MessageParser:
                     self._add(Reasoning if event["field"] in THOUGHTS else Content, event["text"])
             if self._text:
                 self._parser = self._parser_after((yield from self._read_call()))
-            else:
-                yield
-
-    def _more(self) -> Generator[None]:
-        text = self._text
-        yield
-        self._text = text + self._text
 
     def _read_call(self) -> Generator[None, None, str]:
         """Read a call, or markup that is none; return what the next parser starts after."""
         head, calls = self._form.head_pattern, self._form.loaded.fields[CALLS]
         match = head and head.match(self._text, partial=True)
-        while match and match.partial and not self._is_last:
+        while match and match.partial and not self._is_end:
             yield from self._more()
             match = head.match(self._text, partial=True)
         if match and not match.partial:
@@ -135,55 +155,69 @@ class MessageParser:
             self._text = self._text[match.end() :]
             yield from self._read_arguments(is_inside="{" in match[0])
         else:
-            opened = calls.open_re.match(self._text).end()
-            end = yield from self._find_end(opened, calls.close_re)
-            if end is None or not self._add_calls(self._text[:end]):
-                end = end or opened or 1
+            opening = calls.open_re.match(self._text)
+            body_end, end = (yield from self._find_end(opening.end(), calls.close_re)) or (0, 0)
+            if not end or not self._add_calls(opening, body_end):
+                end = end or opening.end() or 1
                 self._add(Content, self._text[:end])
                 self._text = self._text[end:]
                 return "x"  # no pattern for the beginning of a text matches after a letter
             self._text = self._text[end:]
         while calls.close_re is not None and (match := calls.close_re.match(self._text.lstrip(_BLANK), partial=True)):
-            if not match.partial or self._is_last:
+            if not match.partial or self._is_end:
                 self._text = match.string[match.end() :]
                 break
             yield from self._more()
         return ""
 
-    def _find_end(self, opened: int, closing: Any) -> Generator[None, None, int | None]:
-        """Return the end of a call whose arguments are not sent as they come; None if it is none."""
+    def _find_end(self, opened: int, closing: Any) -> Generator[None, None, tuple[int, int] | None]:
+        """Return the ends of a call's body and of the call, whose arguments are not sent as they come; None if none."""
         scanner, num_read = ObjectEnd(), 0
-        while True:
+        searched = opened
+        while self._num_endless < MAX_ENDLESS:
             if self._form.head_pattern is not None:
                 body = self._text[opened:].lstrip(_BLANK)
                 if body and not body.startswith("{"):
                     return None
                 if (length := scanner.find(body[num_read:])) is not None:
-                    return len(self._text) - len(body) + num_read + length
+                    end = len(self._text) - len(body) + num_read + length
+                    return end, end
                 num_read = len(body)
-            elif closing is not None and (match := closing.search(self._text, opened)):
-                return int(match.end())
-            if self._is_last:
-                return len(self._text) if closing is None else None
+            elif closing is not None:
+                match = closing.search(self._text, searched, partial=not self._is_end)
+                if match and not match.partial:
+                    return match.span()  # type: ignore[no-any-return]
+                searched = match.start() if match else len(self._text)
+            if self._is_end:
+                self._num_endless += 1
+                return (len(self._text), len(self._text)) if closing is None else None
             yield from self._more()
+        return None
 
     def _read_arguments(self, *, is_inside: bool) -> Generator[None]:
         """Read the arguments of a call and, if they are inside an object, the rest of it."""
-        end, arguments = None, ObjectEnd()
-        while end is None:
-            end = arguments.find(self._text)
-            if text := self._text[:end]:
-                self._parts.append(CallArguments(self.num_calls - 1, text))
-            if end is None:
-                yield
+        arguments = ObjectEnd()
+        while (end := arguments.find(self._text)) is None:
+            self._add_arguments(self._text)
+            self._text = ""
+            self._text = yield from self._next()
+        self._add_arguments(self._text[:end])
         self._text = self._text[end:]
         while is_inside and not self._text.strip(_BLANK):
             yield from self._more()
         if is_inside and self._text.lstrip(_BLANK)[0] in ",}":
             rest = ObjectEnd(depth=1)
             while (end := rest.find(self._text)) is None:
-                yield
+                self._text = ""
+                self._text = yield from self._next()
             self._text = self._text[end:]
+
+    def _add_arguments(self, text: str) -> None:
+        index = self.num_calls - 1
+        if self._parts and isinstance(last := self._parts[-1], CallArguments) and last.index == index:
+            text = self._parts.pop().text + text  # type: ignore[union-attr]
+        if text:
+            self._parts.append(CallArguments(index, text))
 
     def _start_call(self, name: str) -> None:
         self.num_calls += 1
@@ -192,14 +226,11 @@ class MessageParser:
         self._parts.append(CallStart(self.num_calls - 1, digest[:9], name))
         self._is_after_call = True
 
-    def _add_calls(self, text: str) -> bool:
-        """Return whether a text is one or more calls, and add them."""
-        from transformers.utils.chat_parsing import parse_response
-
+    def _add_calls(self, opening: Any, body_end: int) -> bool:
+        """Return whether the text after what opens a call is one or more calls, and add them."""
         try:
-            message = parse_response(text, self._form.loaded, prefix="", tools=self._tools)
-            found = [call for entry in message[CALLS] for call in (entry if isinstance(entry, list) else [entry])]
-            functions = [call["function"] for call in found]
+            found = self._form.read_call(opening, self._text[opening.end() : body_end], self._tools)
+            functions = [call["function"] for call in (found if isinstance(found, list) else [found])]
             named = [(entry["name"], entry.get("arguments", entry.get("parameters"))) for entry in functions]
             if not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in named):
                 return False

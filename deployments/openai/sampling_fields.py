@@ -89,7 +89,7 @@ class CommonRequest(RequestModel):
     speculative: Speculation | None = None
     """Speculation for this request."""
     cache_salt: Salt | None = None
-    """Only requests with the same salt share cached prefixes."""
+    """Only requests with the same salt share cached prefixes and copied drafts, and of the same API key."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
     """Lower starts earlier; the default is 0. A positive one lets everybody's requests pass, a negative one passes only
     those of the same API key."""

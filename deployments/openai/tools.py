@@ -6,8 +6,8 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from llguidance import LLMatcher
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 CALLS = "tool_calls"
 """The field of calls in response templates."""
+MAX_BLANKS, MAX_NAME = 9, 256
+"""Characters of one repeat in a template's patterns: what may be blank, and any other. So no pattern is slow."""
+_REPEAT = re.compile(r"(\\[a-zA-Z]|(?<!\\)[\].])([*+])")
+_LOOK_BEHIND = re.compile(r"\(\?<=([^()|]*)\\s\{0,9\}\)")
+_VALUE = "(?P<value>.*?)"
 THOUGHTS = {"reasoning_content", "thinking"}
 """The names of the field of thoughts; some templates on the hub use the second one."""
 
@@ -151,6 +156,49 @@ class MessageForm:
         template = {"start_anchor_pattern": self.head, "fields": {"content": {}}}
         return _load(template).start_anchor_re if self.head else None
 
+    def read_call(self, opening: Any, body: str, tools: list[Any]) -> Any:
+        """Return the call or calls in a body after the match of what opens it, with values of the tools' types.
+
+        Raises ValueError, LookupError, TypeError or AttributeError if the body is none.
+        """
+        from transformers.utils.chat_parsing import parse_response
+        from transformers.utils.chat_parsing.content_parsers import process_field
+
+        field = self.loaded.fields[CALLS]
+        if self._rewrites is not None:
+            field, body = replace(field, content="json", content_args={}), self._to_json(body)
+        value = process_field(
+            body, field, {name: text for name, text in opening.groupdict().items() if text is not None}
+        )
+        return parse_response("=" + json.dumps(value), _json_template(), prefix="", tools=tools)[CALLS]
+
+    @cached_property
+    def _rewrites(self) -> "tuple[re.Pattern[str], re.Pattern[str]] | re.Pattern[str] | None":
+        """What finds tags and their ends, or strings and keys that are no JSON; None if transformers reads a call.
+
+        Transformers' readers take a time that grows with the square or cube of some texts.
+        """
+        calls = self.loaded.fields[CALLS]
+        opening, value, closing = calls.content_args.get("tag_pattern", "").partition(_VALUE)
+        if calls.content == "xml-inline" and value and calls.content_args.keys() == {"tag_pattern"}:
+            opening = _bounded(opening.replace("(?P<key>.*?)", "(?P<key>[^<]*?)")).replace("\\s{0,9}", "\\s{0,9}+")
+            return re.compile(opening, re.DOTALL), re.compile(_bounded(closing), re.DOTALL)
+        if calls.content == "json" and calls.content_args:
+            delimiters = calls.content_args.get("string_delims", [])
+            strings = [f"{re.escape(start)}(.*?){re.escape(end)}" for start, end in delimiters]
+            keys = [r"(?<=[{,])(?P<key>\w++)(?=:)"] if calls.content_args.get("unquoted_keys") else []
+            return re.compile("|".join(strings + keys), re.DOTALL)
+        return None
+
+    def _to_json(self, body: str) -> str:
+        if not isinstance(self._rewrites, tuple):
+            assert self._rewrites is not None
+            return self._rewrites.sub(lambda match: json.dumps(match[match.lastindex or 0]), body)
+        (opening, closing), values, end = self._rewrites, {}, 0
+        while (start := opening.search(body, end)) and (closed := closing.search(body, start.end())):
+            values[start["key"]], end = body[start.end() : closed.start()], closed.end()
+        return json.dumps(values)
+
     @cached_property
     def streaming(self) -> "tuple[ResponseTemplate, ResponseTemplate]":
         """The templates of growing texts without calls, and with them; raises ValueError if they are none.
@@ -203,10 +251,36 @@ def required_call(
     )
 
 
+@cache
+def _json_template() -> "ResponseTemplate":
+    """Return the template of calls as JSON, of which transformers makes values of their tools' types."""
+    return _load({"start_anchor": "=", "fields": {CALLS: {"open": "=", "content": "json"}}})
+
+
 def _load(template: dict[str, Any]) -> "ResponseTemplate":
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    return load_response_template(template)
+    def bounded(part: dict[str, Any]) -> dict[str, Any]:
+        return {name: _bounded(value) if name.endswith("_pattern") else value for name, value in part.items()}
+
+    fields = {name: bounded(field) for name, field in template["fields"].items()}
+    return load_response_template({**bounded(template), "fields": fields})
+
+
+def _bounded(pattern: str) -> str:
+    """Return a pattern whose repeats of a character or class have a largest number."""
+
+    def bound(match: re.Match[str]) -> str:
+        most = MAX_BLANKS if match[1] == r"\s" else MAX_NAME
+        return f"{match[1]}{{{+(match[2] == '+')},{most}}}"
+
+    return _LOOK_BEHIND.sub(_spelled_out, _REPEAT.sub(bound, pattern))
+
+
+def _spelled_out(look_behind: re.Match[str]) -> str:
+    """Return a look-behind as one of each length: of others, a partial match can begin where a text begins."""
+    ways = "|".join(rf"(?<={look_behind[1]}\s{{{blanks}}})" for blanks in range(1, MAX_BLANKS + 1))
+    return rf"(?<!\s{{{MAX_BLANKS + 1}}})(?:(?<={look_behind[1]})|{ways})"
 
 
 def _unnamed(pattern: str) -> str:

@@ -94,6 +94,7 @@ class Choice:
         self.logprobs += output.logprobs or []
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        assert output.finish_reason != "error", "a Router ends such a request"
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.num_predicted += output.num_predicted_tokens
         if output.num_draft_tokens:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deployments.openai.structured_output import GrammarSource
 from engine.errors import CapacityError, ModelError, RequestError
-from engine.sampling.grammar import LIMITS, Grammars, explain
+from engine.sampling.grammar import LIMITS, Grammars, explain, salted
 
 logger = logging.getLogger("ray.serve")
 
@@ -52,16 +52,16 @@ class GrammarCompiler:
         self._process: _Process | None = None
         self._check_once = lru_cache(_NUM_REMEMBERED)(self._check)
 
-    async def compile(self, source: GrammarSource) -> str:
-        """Return the grammar of a source.
+    async def compile(self, source: GrammarSource, salt: str | None = None) -> str:
+        """Return the grammar of a source, which is compiled again for each salt, here and in workers.
 
         Raises RequestError, which names the field, if it is too long, is no grammar, takes too long to compile, or this
         model cannot follow one; CapacityError if the compiling process does not start or answer.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source, salt)
 
-    def _compile(self, source: GrammarSource) -> str:
-        grammar = self._convert(source)
+    def _compile(self, source: GrammarSource, salt: str | None) -> str:
+        grammar = salted(self._convert(source), salt)
         self._check_once(grammar, source.field)
         return grammar
 

@@ -17,7 +17,7 @@ from deployments.observe.metrics import RouterMetrics
 from deployments.router.delivery import Stream
 from deployments.wire import retry_after_s
 from engine.engine import Engine
-from engine.errors import QueueFullError, TargetError
+from engine.errors import QueueFullError, RequestError, TargetError
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -167,11 +167,14 @@ class RoundLoop:
         outputs, now = self._engine.take_outputs(), time.monotonic()
         num_finished = sum(output.finish_reason is not None for output in outputs)
         self.drain_rate.observe(num_finished, now, has_work=self._engine.has_work)
-        rounds = defaultdict(list)
+        rounds, failed = defaultdict(list), {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue  # its client left during the round
+            if output.finish_reason == "error":
+                failed[stream] = RequestError(str(output.stop_reason), "structured_outputs")
+                continue
             rounds[stream].append(output)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
@@ -180,6 +183,8 @@ class RoundLoop:
             if not stream.has_tokens:
                 self._metrics.first_token_s.observe(now - stream.started)
             stream.put(stream_outputs)
+        for stream, error in failed.items():
+            stream.fail(error)
 
     async def _recover(self, error: TargetError) -> None:
         """Restart the target and continue from the committed tokens; only between two steps, as the engine is reset."""

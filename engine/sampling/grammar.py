@@ -5,19 +5,21 @@ stored in `SamplingParams.grammar`. Drafter and verifier each keep a matcher per
 can be rebuilt from the committed tokens. A mask therefore depends on the grammar and the tokens before it alone, is the
 same for drafter and verifier, and shapes the target's distribution as every other parameter does.
 
-A finished grammar allows the end-of-sequence tokens only. So does one that exceeds `LIMITS`; when that happens depends
-on the matcher's earlier work, which is the one exception to the rule above.
+A finished grammar allows the end-of-sequence tokens only. One that exceeds `LIMITS` or the time of its masks ends its
+request with an error: an ambiguous grammar's masks take longer with every token, and hold up all requests of a batch.
 """
 
 import json
 import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from engine.blocks.block_pool import salt_digest
 from engine.errors import ModelError, RequestError
 from engine.models.source import ModelSource
 from engine.protocols import Request
@@ -41,6 +43,10 @@ a service should first compile clients' grammars in a process that it can kill."
 MAX_GBNF_RULES = 1000
 """Converting more of them to Lark's notation takes seconds: each may depend on the next."""
 NUM_COMPILED = 16
+MASKS_S = 0.05
+"""Processor time that a request's masks and tokens may take in all, besides the two below for each of them."""
+MASK_S, MASK_S_PER_TOKEN_ID = 3e-4, 2e-8
+"""Those of usual JSON schemas take a tenth of this; a mask compares the whole vocabulary with the grammar."""
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}", "lenient": False}
 """JSON may be indented, but white space is bounded so that a model cannot produce it without end."""
 
@@ -122,6 +128,14 @@ def from_text(text: str) -> str:
         raise RequestError(f"the grammar is neither Lark nor GBNF: {error}", "grammar") from None
 
 
+def salted(grammar: str, salt: str | None) -> str:
+    """Return an equal grammar that no cache takes for another salt's, whose users could tell that it was compiled."""
+    if salt is None:
+        return grammar
+    digest = salt_digest(salt).hex()
+    return f'{grammar[:-1]},"salt":"{digest}"}}' if grammar.startswith("{") else f"{grammar}\n// {digest}"
+
+
 def explain(error: str, grammar: str) -> str:
     """Return in words why llguidance refuses a grammar; where no text matches, its message is an internal state's."""
     if not error.startswith("NoExtensionBias"):
@@ -145,6 +159,7 @@ class Grammars:
         self._source = source
         self._vocab_size = vocab_size
         self.ends = frozenset(eos_token_ids)
+        self.mask_s = MASK_S + vocab_size * MASK_S_PER_TOKEN_ID
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
         mask = bytearray(4 * -(-vocab_size // 32))
@@ -216,6 +231,9 @@ class Matcher:
     def __init__(self, grammars: Grammars, grammar: str) -> None:
         self._grammars = grammars
         self._grammar = grammar
+        self._allowed_s = MASKS_S
+        self.error = ""
+        """Why no more masks are computed; empty while they are."""
         self._restart()
 
     def _restart(self) -> None:
@@ -231,8 +249,18 @@ class Matcher:
             paths: [rows] the draft tokens between the committed tip and each row. After a forbidden draft token all
                 tokens are allowed: it is never accepted, so the row is never used.
         """
-        self._follow(output)
-        return [self._after(path) for path in paths]
+        masks, started = [], time.thread_time()
+        num_new = len(output) - len(self._output)
+        if not self.error:
+            self._follow(output)
+        for path in paths:
+            masks.append(self._grammars.end_mask if self.error else self._after(path))
+            now = time.thread_time()
+            self._allowed_s += (1 + max(0, num_new)) * self._grammars.mask_s - (now - started)
+            num_new, started = 0, now
+            if self._allowed_s < 0 and not self.error:
+                self.error = "its masks take too long"
+        return masks
 
     def _follow(self, output: Sequence[int]) -> None:
         if self._output != output[: len(self._output)]:
@@ -240,6 +268,9 @@ class Matcher:
         new = list(output[len(self._output) :])
         if self._follows and self._matcher.try_consume_tokens(new) < len(new):
             self._follows = False
+            if self._matcher.is_error():
+                self.error = self._matcher.get_error()
+                return
             logger.error("committed tokens violate their grammar: %s", self._matcher.get_error() or "not allowed")
         self._output += new
 
@@ -253,10 +284,7 @@ class Matcher:
         taken = self._matcher.try_consume_tokens(tokens)
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error() or taken < len(tokens):
-            logger.warning("a grammar got too complex, so its text ends: %s", self._matcher.get_error())
-            output = self._output
-            self._restart()
-            self._follow(output)
+            self.error = self._matcher.get_error() or "a draft token was refused"
             return self._grammars.end_mask
         if taken:
             self._matcher.rollback(taken)

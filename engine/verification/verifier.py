@@ -73,12 +73,15 @@ class ModelVerifier:
         drafts = [row.draft for _, row in deciding]
         decisions = self._rule.decide(logits, runs, drafts, drawn)
         start = 0
-        for (i, row), (tokens, path) in zip(deciding, decisions, strict=True):
+        for (i, row), run, (tokens, path) in zip(deciding, runs, decisions, strict=True):
             logprobs = None
             if raw is not None and (count := row.request.params.logprobs) is not None:
                 rows_used = [start, *(start + 1 + node for node in path)]
                 logprobs = _logprobs(raw[rows_used], tokens, count)
             verdicts[i] = Verdict(tokens, path, logprobs, verdicts[i].prompt_logprobs, row.draft)
+            if run.matcher is not None and run.matcher.error:
+                message = f"the grammar is too complex to be followed any further ({run.matcher.error}); simplify it"
+                verdicts[i] = Verdict(prompt_logprobs=verdicts[i].prompt_logprobs, draft=row.draft, error=message)
             start += 1 + len(row.draft.token_ids)
         return verdicts
 

@@ -21,7 +21,7 @@ from engine.drafting.copying.predicted import PredictionCopier
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.params import SamplingParams
-from engine.protocols import NoDrafter, RequestOutput, Verdict, Verifier, VerifyRow
+from engine.protocols import Drafter, NoDrafter, RequestOutput, Verdict, Verifier, VerifyRow
 from engine.sampling.grammar import Grammars
 from engine.verification.verifier import ModelVerifier
 from tests.fakes import MarkovModel, byte_tokenizer
@@ -77,7 +77,9 @@ class Group:
 class Rig:
     """A round loop over an engine of bytes whose next token is a fixed permutation of the last one."""
 
-    def __init__(self, *, grammars: Grammars | None = None, max_queued_requests: int = 64) -> None:
+    def __init__(
+        self, *, grammars: Grammars | None = None, max_queued_requests: int = 64, drafter: Drafter | None = None
+    ) -> None:
         transitions = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-9)
         transitions[torch.arange(VOCAB_SIZE), (torch.arange(VOCAB_SIZE) * 5 + 7) % 94] = 1.0
         model = MarkovModel(transitions / transitions.sum(-1, keepdim=True), EOS_TOKEN_IDS)
@@ -89,12 +91,13 @@ class Rig:
             speculation="fixed",  # the lengths of copies do not depend on the time of rounds
         )
         verifier = ModelVerifier(model, config, grammars)  # type: ignore[arg-type]
+        self.grammars = grammars
         self.verifier = LosableVerifier(verifier)
         self.group = Group(self.verifier)
         self.engine = Engine(
             config,
             model.info,
-            drafter=CombinedDrafter(NoDrafter(), PredictionCopier()),
+            drafter=CombinedDrafter(drafter or NoDrafter(), PredictionCopier()),
             verifier=self.verifier,
             num_blocks=verifier.num_blocks,
             tokenizer=byte_tokenizer(),

@@ -11,13 +11,16 @@ import uvicorn
 from deployments.config import AppConfig
 from engine.config import ModelConfig
 from engine.models.registry import open_model
+from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
 from tests.deployments.conftest import make_app
 from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
 
 
 @contextmanager
-def serving(config: AppConfig, model_dir: Path) -> Iterator[tuple[str, Rig]]:
+def serving(
+    config: AppConfig, model_dir: Path, *, keys: tuple[str, ...] = (), drafter: Drafter | None = None
+) -> Iterator[tuple[str, Rig]]:
     """Serve until the block ends; yields the address and the rig behind it."""
     grammars = Grammars(open_model(ModelConfig(str(model_dir))), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_TOKEN_IDS)
     rig: Rig | None = None
@@ -27,8 +30,8 @@ def serving(config: AppConfig, model_dir: Path) -> Iterator[tuple[str, Rig]]:
 
     async def run() -> None:
         nonlocal rig, server
-        rig = Rig(grammars=grammars)
-        app = await make_app(config, LocalRouters(rig))
+        rig = Rig(grammars=grammars, drafter=drafter)
+        app = await make_app(config, LocalRouters(rig), keys=keys)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
         task = asyncio.create_task(server.serve())
         while not server.started and not task.done():

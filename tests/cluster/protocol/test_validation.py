@@ -40,10 +40,18 @@ def tree_row():
 
 
 @pytest.mark.parametrize(
-    "verdict", [Verdict([9]), Verdict([5, 1], [0]), Verdict([5, 6, 1], [0, 1]), Verdict([7, 1], [2])]
+    "verdict",
+    [
+        Verdict([9]),
+        Verdict([5, 1], [0]),
+        Verdict([5, 6, 1], [0, 1]),
+        Verdict([7, 1], [2]),
+        Verdict(error="too complex"),
+    ],
 )
 def test_a_valid_verdict_passes(verdict):
     check([verdict], [tree_row()])
+    assert with_drafts([verdict], [tree_row()])[0].error == verdict.error
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,7 @@ def test_a_valid_verdict_passes(verdict):
         (Verdict([5, 1], [3]), "path"),
         (Verdict([5, 1], [-1]), "path"),
         (Verdict([6, 1], [0]), "not drafted"),
+        (Verdict([9], error="too complex"), "tokens beside an error"),
     ],
 )
 def test_an_invalid_verdict_is_refused_with_its_reason(verdict, message):

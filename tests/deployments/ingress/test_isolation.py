@@ -1,17 +1,21 @@
-"""Clients with different `cache_salt`s learn nothing of each other's prompts, over HTTP."""
+"""Clients with different `cache_salt`s or API keys learn nothing of each other's prompts, over HTTP."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from deployments.config import AppConfig
 from deployments.routing import resumable_stream
+from engine.drafting.copying.suffix import SuffixDrafter
 from engine.errors import TargetError
 from engine.protocols import Verdict, Verifier, VerifyRow
 from tests.deployments.fakes import Rig, generation
 from tests.deployments.routing.test_resumable_stream import LAST, Routers
+from tests.deployments.serving import serving
 
 TEXT = "The same long words, sent by everybody who is here. " * 4
 ENDPOINTS: dict[str, dict[str, Any]] = {
@@ -67,3 +71,60 @@ async def test_a_request_that_another_router_resumes_keeps_its_salt(monkeypatch:
     routers = Routers([TargetError("lost")], [[LAST]])
     assert await routers.open(replace(generation(), cache_salt="a")).next() == [LAST]
     assert [request.cache_salt for request in routers.submitted] == ["a", "a"]
+
+
+KEYS = ("anna", "bert")
+DRAFTED = {"num_speculative_tokens": 4, "fixed": True}
+SECRET = "the number of the safe is 4711"
+
+
+def ask(url: str, key: str, **body: Any) -> Any:
+    response = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=30)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def drafted(url: str, key: str, **body: Any) -> str:
+    """What is drafted for a request whose prompt ends as a part of the secret."""
+    body = {"prompt": SECRET[:-4], "max_tokens": 4, "logit_bias": {str(ord("4") - ord("!")): 100}} | body
+    body["speculative"] = DRAFTED | {"trace": True}
+    return "".join(text for each in ask(url, key, **body)["choices"][0]["rounds"] for text in each["draft"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "shares", "salts", "sees"),
+    [
+        (("anna", "bert"), False, (None, None), False),
+        (("anna", "bert"), False, ("s", "s"), False),
+        (("anna", "anna"), False, (None, None), True),
+        (("anna", "anna"), False, ("s", "s"), True),
+        (("anna", "anna"), False, ("s", None), False),
+        (("anna", "bert"), True, (None, None), True),
+        (("anna", "bert"), True, ("s", None), False),
+    ],
+)
+def test_a_key_sees_and_infers_nothing_of_anothers_texts(
+    config: AppConfig,
+    model_dir: Path,
+    keys: tuple[str, str],
+    shares: bool,
+    salts: tuple[str | None, str | None],
+    sees: bool,
+) -> None:
+    """Neither in drafts nor in counts, nor by what is computed of a prompt, or compiled of a grammar."""
+    config = config.model_copy(update={"share_between_keys": shares})
+    first, second = ({} if salt is None else {"cache_salt": salt} for salt in salts)
+    with serving(config, model_dir, keys=KEYS, drafter=SuffixDrafter()) as (url, rig):
+        grammar = {"structured_outputs": {"choice": [SECRET]}, "max_tokens": 40}
+        (choice,) = ask(url, keys[0], prompt=TEXT, speculative=DRAFTED, **grammar, **first)["choices"]
+        assert choice["text"] == SECRET
+        assert rig.grammars is not None
+        num_compiled = len(rig.grammars._compiled)
+        verifier = rig.engine.verifier = CountingVerifier(rig.engine.verifier)
+        usage = ask(url, keys[1], prompt=TEXT, max_tokens=1, **second)["usage"]
+        num_prompt_tokens, num_cached = counts(usage)
+        assert (num_cached > 0) == sees
+        assert verifier.num_computed == num_prompt_tokens - num_cached
+        assert ("71" in drafted(url, keys[1], **second)) == sees
+        ask(url, keys[1], prompt="a", **grammar, **second)
+        assert (len(rig.grammars._compiled) == num_compiled) == sees

@@ -16,10 +16,11 @@ from deployments.prompts import grammar_compiler as module
 from deployments.prompts.grammar_compiler import GrammarCompiler
 from engine.config import ModelInfo
 from engine.errors import CapacityError, RequestError
+from engine.sampling import grammar
 from engine.sampling.grammar import MAX_GBNF_RULES, Grammars
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LocalRouters
-from tests.deployments.requests import error_of, text_of
+from tests.deployments.requests import complete, error_of, text_of
 
 # Six seconds on two cores; nothing in it looks expensive.
 SLOW = {"type": "integer", "multipleOf": 10_000_019}
@@ -152,3 +153,16 @@ async def test_a_refusal_names_its_cause(client: httpx.AsyncClient, outputs: dic
     assert cause in error["message"]
     assert "NoExtensionBias" not in error["message"]
     assert "non-verbose" not in error["message"]
+
+
+async def test_a_grammar_whose_masks_take_too_long_ends_its_own_request_alone(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "MASKS_S", -1.0)
+    constrained = {"structured_outputs": {"regex": "[a-z]{200}"}, "max_tokens": 100, "n": 2}
+    error, whole = await asyncio.gather(error_of(client, **constrained), complete(client, max_tokens=100))
+    assert error["param"] == "structured_outputs"
+    assert error["message"] == (
+        "the grammar is too complex to be followed any further (its masks take too long); simplify it"
+    )
+    assert whole["choices"][0]["finish_reason"] == "length"

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import random
+import re
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,3 +206,32 @@ def test_a_tokenizers_own_template_comes_first(caplog: pytest.LogCaptureFixture)
     tokenizer.response_template = {"fields": 3}
     assert form_of(tokenizer) == form_of(templates.tokenizer_of(templates.HERMES))
     assert "response_template cannot be used" in caplog.text
+
+
+def hostile(name: str, num_chars: int = 100_000) -> list[str]:
+    """Texts of repeated marks and blanks, which slow readers read in a time that grows with their square or cube."""
+    family = FAMILIES[name]
+    marks = re.findall(r"<[^<>\s]*>|\[[A-Z_]+\]|\w+", family.answer + family.marks)
+    pieces = sorted({*marks, '"', "{", "}", "\\", ":", ";", " ", "\n", '"\\"', '{"', "<", " " * 40, "a" * 40})
+    generator = random.Random(name)
+    units = ["".join(generator.choices(pieces, k=generator.randint(1, 4))) for _ in range(3)]
+    opened = family.answer[: max(map(family.answer.find, marks[len(marks) // 2 :])) + 1]
+    units += [max(marks, key=len), '<tool_call>{"\\"', opened]
+    return [(unit * num_chars)[:num_chars] for unit in units] + [
+        opened + " " * num_chars,
+        "<tool_call>f<arg_key>" + " " * num_chars + "</tool_call>",
+        "<|tool_call>call:f{" + 'a:<|"|>b<|"|>,' * (num_chars // 14) + "<tool_call|>",
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_text_takes_long_to_read(name: str) -> None:
+    """Mutants: no largest number of a repeat; no pieces; an end looked for again and again; transformers' tags."""
+    for text in hostile(name):
+        started = time.process_time()
+        parts(name, [text])
+        assert time.process_time() - started < 1, text[:100]
+    text = hostile(name, 20_000)[0]
+    started = time.process_time()
+    parts(name, [text[start : start + 4] for start in range(0, len(text), 4)])
+    assert time.process_time() - started < 1, text[:100]

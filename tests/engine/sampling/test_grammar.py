@@ -1,6 +1,8 @@
 """Masks: what may follow a text and a draft; and what is no grammar."""
 
+import itertools
 import json
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -14,7 +16,7 @@ from engine.sampling.grammar import Grammars, from_json_schema, from_regex, from
 from engine.sampling.logits import forbid
 from tests.engine.conftest import VOCAB
 from tests.engine.grammars import GRAMMARS, SCHEMA
-from tests.engine.running import chains, drafters, make_engine, run
+from tests.engine.running import chains, drafters, make_engine, run, run_outputs
 from tests.engine.tokenizers import END, json_tokenizer, saved
 
 
@@ -110,15 +112,44 @@ def test_a_grammar_that_no_grammars_were_loaded_for_is_an_error(target):
         run(make_engine(target), [([3, 4], SamplingParams(grammar=GRAMMARS["json"]))])
 
 
-def test_a_text_whose_grammar_gets_too_complex_ends_with_a_warning(target, make_grammars, monkeypatch, caplog):
+AMBIGUOUS = from_text('start: start start start | "a" | "b" | start "c"?')
+
+
+@pytest.mark.parametrize(
+    ("limit", "why"), [({"step_max_items": 150}, "Too many items"), ({}, "its masks take too long")]
+)
+def test_a_grammar_that_gets_too_complex_ends_its_request_with_an_error_and_no_other(
+    limit, why, target, make_grammars, monkeypatch
+):
+    """Either mutant dies here: a matcher that forgets what its masks took, or that says only that the text ends."""
+    for name, value in limit.items():
+        monkeypatch.setitem(grammar_module.LIMITS, name, value)
+    if not limit:  # as if each mask took two milliseconds
+        ticks = itertools.count()
+        monkeypatch.setattr(grammar_module.time, "thread_time", lambda: next(ticks) * 2e-3)
     grammars = make_grammars()
-    monkeypatch.setitem(grammar_module.LIMITS, "step_max_items", 150)
-    ambiguous = from_text('start: start start start | "a" | "b" | start "c"?')
-    engine = make_engine(target, grammars=grammars, num_speculative_tokens=0)
-    (tokens,) = run(engine, [([3, 4], SamplingParams(grammar=ambiguous, max_tokens=60, temperature=0))]).values()
-    assert 1 < len(tokens) < 60
-    assert tokens[-1] == END
-    assert "too complex" in caplog.text
+    params = SamplingParams(max_tokens=120, temperature=0)
+    hostile, harmless = replace(params, grammar=AMBIGUOUS, logit_bias={END: -100}), replace(params, ignore_eos=True)
+    engine = make_engine(target, chains(target, make_grammars()), grammars=grammars, num_speculative_tokens=2)
+    outputs = run_outputs(engine, [([3, 4], hostile), ([3, 4], harmless)])
+    last = outputs["0"][-1]
+    assert (last.finish_reason, last.token_ids) == ("error", [])
+    assert why in last.stop_reason
+    assert 1 < sum(len(output.token_ids) for output in outputs["0"]) < 120
+    assert [token for output in outputs["1"] for token in output.token_ids] == run(
+        make_engine(target), [([3, 4], harmless)]
+    )["0"]
+
+
+def test_masks_of_usual_grammars_stay_far_below_the_budget(make_grammars):
+    grammars = make_grammars()
+    for name, grammar in GRAMMARS.items():
+        matcher = grammars.matcher(name, grammar)
+        generator = torch.Generator().manual_seed(1)
+        text = random_walk(grammars, grammar, 40, generator)
+        for tip in range(len(text)):
+            matcher.masks(text[:tip], [text[tip : tip + length] for length in range(5)])
+        assert matcher._allowed_s > grammar_module.MASKS_S / 2, name
 
 
 @pytest.fixture

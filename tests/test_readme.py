@@ -17,7 +17,7 @@ from tests.docstrings import field_docstrings
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SETTINGS = (ROOT / "deployments" / "README.md").read_text()
-PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("**/*.md") if not path.relative_to(ROOT).parts[0].startswith(".venv"))
+PAGES = [page for page in sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("**/*.md")) if page[:5] != ".venv"]
 PACKAGES = ("engine", "cluster", "deployments")
 MAX_LINES = 130
 

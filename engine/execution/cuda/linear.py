@@ -2,8 +2,7 @@
 
 With few rows, cuBLAS splits the inner dimension over several blocks, so it rounds differently than for many rows. Our
 kernel never splits: each result is one ordered sum over the inner dimension, whatever the rows and tiles. For many
-rows cuBLAS is faster, and is used if it gives the same bits. A draft's layers may round as they like, because a draft
-cannot change a text: they split.
+rows cuBLAS is faster, and is used if it gives the same bits, or for a draft, which cannot change a text.
 """
 
 import functools
@@ -34,15 +33,13 @@ class InvariantLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.out_features = linear.out_features
-        self._num_splits = 1 if invariant else product.splits_of(*linear.weight.shape)
         self._uses_cublas = not invariant or cublas_agrees(
             linear.weight.shape, linear.weight.dtype, linear.weight.device
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        options = (None, self._num_splits, self._uses_cublas)
-        output: Tensor = torch.ops.paceline.invariant_linear(x, self.weight, self.bias, *options)
+        output: Tensor = torch.ops.paceline.invariant_linear(x, self.weight, self.bias, None, self._uses_cublas)
         return output
 
 
@@ -58,7 +55,7 @@ class InvariantRowLinear(RowLinear):
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
-        operands = (x, self.weight, None, None, 1, self._uses_cublas, torch.float32)
+        operands = (x, self.weight, None, None, self._uses_cublas, torch.float32)
         output: Tensor = torch.ops.paceline.invariant_linear(*operands)
         return output
 
@@ -66,13 +63,12 @@ class InvariantRowLinear(RowLinear):
 class InvariantQuantizedLinear(QuantizedLinear):
     """A linear layer with quantised weights, which the kernel reads as they are, for any number of rows."""
 
-    def __init__(self, layer: QuantizedLinear, *, invariant: bool = True) -> None:
+    def __init__(self, layer: QuantizedLinear) -> None:
         super().__init__(layer.values, layer.scales, layer.bias, layer.zeros)
-        self._num_splits = 1 if invariant else product.splits_of(layer.out_features, layer.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        options = (self.scales, self._num_splits, False, None, self.zeros)
+        options = (self.scales, False, None, self.zeros)
         output: Tensor = torch.ops.paceline.invariant_linear(x, self.values, self.bias, *options)
         return output
 
@@ -86,7 +82,7 @@ class InvariantQuantizedRowLinear(QuantizedRowLinear):
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
-        operands = (x, self.values, None, self.scales, 1, False, torch.float32, self.zeros)
+        operands = (x, self.values, None, self.scales, False, torch.float32, self.zeros)
         output: Tensor = torch.ops.paceline.invariant_linear(*operands)
         return output
 
@@ -99,7 +95,7 @@ def sum_in_order() -> None:
 
 
 def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = True) -> None:
-    """Replace every linear layer of a model in a 16-bit number format; without `invariant`, by ones that may split."""
+    """Replace every linear layer of a model in a 16-bit number format; without `invariant`, cuBLAS need not agree."""
     if dtype == torch.float32:
         return
     if invariant:
@@ -117,7 +113,7 @@ def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = T
             elif type(child) is QuantizedRowLinear:
                 replaced[child] = InvariantQuantizedRowLinear(child)
             elif type(child) is QuantizedLinear:
-                replaced[child] = InvariantQuantizedLinear(child, invariant=invariant)
+                replaced[child] = InvariantQuantizedLinear(child)
             setattr(parent, name, replaced.get(child, child))
     if experts := experts_of(module):
         group_experts(module)
@@ -144,7 +140,7 @@ class RouterWeight(nn.Parameter):
             return super().__torch_function__(function, types, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             rows, weight, bias = (*args, None)[:3]
-            return torch.ops.paceline.invariant_linear(rows, weight, bias, None, 1, False)
+            return torch.ops.paceline.invariant_linear(rows, weight, bias, None, False)
 
 
 grouped_linear.register_kernel("cuda")(grouped_product.multiply)
@@ -179,7 +175,6 @@ def _invariant_linear(
     weight: Tensor,
     bias: Tensor | None,
     scales: Tensor | None,
-    num_splits: int,
     uses_cublas: bool,
     out_dtype: torch.dtype | None = None,
     zeros: Tensor | None = None,
@@ -189,9 +184,7 @@ def _invariant_linear(
         output = _cublas(rows, weight, out_dtype)
         output = output if bias is None else output + bias
     else:
-        num_splits = num_splits if len(rows) <= MAX_KERNEL_ROWS else 1
-        options = {"out_dtype": out_dtype, "num_splits": num_splits, "scales": scales, "zeros": zeros}
-        output = product.multiply(rows, weight, bias, **options)  # type: ignore[arg-type]
+        output = product.multiply(rows, weight, bias, out_dtype=out_dtype, scales=scales, zeros=zeros)
     return output.view(*x.shape[:-1], len(weight))
 
 
@@ -201,7 +194,6 @@ def _(
     weight: Tensor,
     _bias: Tensor | None,
     _scales: Tensor | None,
-    _num_splits: int,
     _uses_cublas: bool,
     out_dtype: torch.dtype | None = None,
     _zeros: Tensor | None = None,

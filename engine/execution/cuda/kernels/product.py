@@ -1,7 +1,7 @@
 """The matrix product of few rows, as a Triton kernel: each result is one ordered sum over the inner dimension.
 
 Quantised weights become 16-bit numbers in registers, so that only their own bits are read from memory. The bits of a
-result do not depend on the number of rows, unless the inner dimension is split.
+result do not depend on the number of rows.
 """
 
 import functools
@@ -15,11 +15,10 @@ from torch import Tensor
 _INNER_TILE = 128
 _MIN_PROGRAMS = 90
 """Programs that fill most of a large GPU's multiprocessors."""
-_MAX_SPLITS = 8
 
 
 def multiply(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None, num_splits: int = 1,
+    rows: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None,
     scales: Tensor | None = None, zeros: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added.
@@ -28,52 +27,31 @@ def multiply(
         weight: numbers of the rows' format; or, with scales, int8, float8_e4m3fn or [out, in / 2] uint8 as
             `pack_nibbles` makes them.
         out_dtype: the format of the result; None is that of the rows.
-        num_splits: parts of the inner dimension that are summed at the same time.
         scales: [out, groups] factors of weights, of equally many inputs each.
         zeros: [out, groups] int8, subtracted from weights first.
     """
     count, size = rows.shape
     num_outputs, num_groups = len(weight), 0 if scales is None else scales.shape[1]
-    constants = product_constants(count, num_outputs, size, weight.dtype, num_groups, num_splits, zeros is not None)
-    dtype = out_dtype or rows.dtype
-    parts_dtype = dtype if num_splits == 1 else torch.float32
-    parts = torch.empty(num_splits, count, num_outputs, dtype=parts_dtype, device=rows.device)
+    constants = product_constants(count, num_outputs, size, weight.dtype, num_groups, zeros is not None)
+    output = torch.empty(count, num_outputs, dtype=out_dtype or rows.dtype, device=rows.device)
     stages = num_stages(constants, rows.element_size(), _shared_bytes(rows.device))
     num_row_tiles = triton.cdiv(count, constants["ROWS_TILE"])
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)  # not every GPU that we serve on has the format
-    has_bias = bias is not None and num_splits == 1
-    _multiply_kernel[(num_row_tiles * triton.cdiv(num_outputs, constants["OUT_TILE"]), num_splits)](
-        rows, weight, rows if scales is None else scales, bias if has_bias else rows, parts,
-        count, num_outputs, size, num_row_tiles, rows.stride(0), weight.stride(0), HAS_BIAS=has_bias,
+    _multiply_kernel[(num_row_tiles * triton.cdiv(num_outputs, constants["OUT_TILE"]),)](
+        rows, weight, rows if scales is None else scales, rows if bias is None else bias, output,
+        count, num_outputs, size, num_row_tiles, rows.stride(0), weight.stride(0), HAS_BIAS=bias is not None,
         zeros=zeros, num_stages=stages, num_warps=num_warps(constants), enable_fp_fusion=False, **constants,
     )  # fmt: skip
-    if num_splits == 1:
-        return parts[0]
-    total = parts.sum(0).to(dtype)
-    return total if bias is None else total + bias
-
-
-def splits_of(num_outputs: int, size: int) -> int:
-    """Return in how many parts weights of a shape are best summed if the order of summation is free."""
-    splits = 1
-    while splits < _MAX_SPLITS and num_outputs // 64 * splits < _MIN_PROGRAMS and size >= 8 * splits * _INNER_TILE:
-        splits *= 2
-    return splits
+    return output
 
 
 def product_constants(
-    count: int,
-    num_outputs: int,
-    size: int,
-    weight_dtype: torch.dtype,
-    num_groups: int,
-    num_splits: int,
-    has_zeros: bool = False,
+    count: int, num_outputs: int, size: int, weight_dtype: torch.dtype, num_groups: int, has_zeros: bool = False
 ) -> dict[str, int | str]:
     """Return the tiles and other constants of the product of `count` rows."""
     # Wide tiles of quantised weights need more registers than there are.
-    tiles = (tile for tile in (128, 64, 32)[num_groups > 0 :] if num_outputs // tile * num_splits >= _MIN_PROGRAMS)
+    tiles = (tile for tile in (128, 64, 32)[num_groups > 0 :] if num_outputs // tile >= _MIN_PROGRAMS)
     group = size // num_groups if num_groups > 1 or has_zeros else 0
     formats = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
     return {
@@ -85,7 +63,6 @@ def product_constants(
         "GROUP": group,
         "SPAN": math.gcd(group, _INNER_TILE),
         "HAS_SCALES": num_groups == 1 and not has_zeros,
-        "NUM_SPLITS": num_splits,
     }
 
 
@@ -175,7 +152,7 @@ def _multiply_kernel(
     rows, weight, scales, bias, output, count, num_outputs, size, num_row_tiles, row_stride, weight_stride,
     ROWS_TILE: tl.constexpr, OUT_TILE: tl.constexpr, INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, zeros=None,
+    HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, zeros=None,
 ):  # fmt: skip
     """Compute one tile. Programs with the same weights run at the same time, so that these are read once."""
     row = tl.program_id(0) % num_row_tiles * ROWS_TILE + tl.arange(0, ROWS_TILE)
@@ -184,9 +161,7 @@ def _multiply_kernel(
     is_row, is_column = row[:, None] < count, column[None, :] < num_outputs
     row_tile = rows + row[:, None].to(tl.int64) * row_stride + inner[None, :]
     sums = tl.zeros((ROWS_TILE, OUT_TILE), tl.float32)
-    part = tl.cdiv(tl.cdiv(size, INNER_TILE), NUM_SPLITS) * INNER_TILE
-    split = tl.program_id(1)
-    for start in range(split * part, tl.minimum(split * part + part, size), INNER_TILE):
+    for start in range(0, tl.cdiv(size, INNER_TILE) * INNER_TILE, INNER_TILE):
         is_x = is_row if IS_EVEN else is_row & (start + inner[None, :] < size)
         x = tl.load(row_tile + start, is_x, 0.0)
         w = load_weights(
@@ -200,5 +175,4 @@ def _multiply_kernel(
     if HAS_BIAS:
         added = tl.load(bias + column, column < num_outputs, 0.0).to(tl.float32)
         result = (result.to(tl.float32) + added[None, :]).to(output.dtype.element_ty)
-    place = split.to(tl.int64) * count * num_outputs + row[:, None].to(tl.int64) * num_outputs + column[None, :]
-    tl.store(output + place, result, is_row & is_column)
+    tl.store(output + row[:, None].to(tl.int64) * num_outputs + column[None, :], result, is_row & is_column)

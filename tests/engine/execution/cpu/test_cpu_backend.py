@@ -32,7 +32,8 @@ from engine.models.first_layers import first_layers
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, VerifyRow, run_in_process
 from engine.sampling import noise
-from engine.sampling.grammar import Grammars, from_regex
+from engine.sampling.grammar import Grammars
+from engine.sampling.grammar_text import from_regex
 from engine.sampling.noise import Draws
 from engine.verification.verifier import ModelVerifier
 from tests.engine.conftest import VOCAB

@@ -71,7 +71,7 @@ def test_cublas_is_asked_only_for_more_rows_than_the_kernel_takes(count, uses_ke
         product, "multiply", lambda rows, weight, _, **options: multiplied.append(len(rows)) or rows @ weight.T
     )
     rows, weight = torch.randn(count, 16), torch.randn(8, 16)
-    torch.ops.paceline.invariant_linear(rows, weight, None, None, 1, True)
+    torch.ops.paceline.invariant_linear(rows, weight, None, None, True)
     assert multiplied == ([count] if uses_kernel else [])
 
 
@@ -177,26 +177,6 @@ def test_logits_over_ranks_have_the_same_bits_beside_any_number_of_rows(world_si
     for logits in (row for rank in ranks for row in rank):
         assert torch.equal(logits, ranks[0][0])
         torch.testing.assert_close(logits, whole, atol=0.1, rtol=0.02)
-
-
-@pytest.mark.parametrize("is_quantised", [False, True])
-def test_only_the_products_of_few_rows_split_and_only_without_invariance(is_quantised, monkeypatch):
-    splits = []
-
-    def multiply(rows, weight, bias, *, num_splits, **_):
-        splits.append(num_splits)
-        return rows.new_empty(len(rows), len(weight))
-
-    monkeypatch.setattr(product, "multiply", multiply)
-    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
-    monkeypatch.setattr(linear, "sum_in_order", lambda: splits.append("in order"))
-    one = layer_of(8, groups=1, outputs=16, inputs=8192)[0].half() if is_quantised else nn.Linear(8192, 16).half()
-    for invariant in (True, False):
-        module = nn.Sequential(one)
-        linear.make_invariant(module, torch.float16, invariant=invariant)
-        for count in (linear.MAX_KERNEL_ROWS, linear.MAX_KERNEL_ROWS + 1):
-            module(torch.ones(count, 8192, dtype=torch.float16))
-    assert splits == ["in order", 1, 1, 8] + [1] * is_quantised, "cuBLAS multiplies many rows if it may"
 
 
 def test_float32_models_keep_their_layers():

@@ -76,18 +76,17 @@ def compiled(kernel, types, constants, cc, **options):
     return {"registers": registers, "local": stack, "shared": binary.metadata.shared, "k": inner}
 
 
-def product_of(cc, count, shape, name, num_splits):
+def product_of(cc, count, shape, name):
     """Compile the product of a number of rows; shapes with the same tiles have the same kernel."""
     num_groups = 0 if not name else shape[1] // 32 if name == "int4" else 1
-    constants = product.product_constants(count, *shape, FORMATS[name], num_groups, num_splits)
+    constants = product.product_constants(count, *shape, FORMATS[name], num_groups)
     options = {
         "num_stages": product.num_stages(constants, 2, SHARED_BYTES[cc]),
         "num_warps": product.num_warps(constants),
     }
-    types = dict.fromkeys(("rows", "scales", "bias"), "*bf16") | {"weight": _TYPES[FORMATS[name]]}
-    types["output"] = "*fp32" if num_splits > 1 else "*bf16"
+    types = dict.fromkeys(("rows", "scales", "bias", "output"), "*bf16") | {"weight": _TYPES[FORMATS[name]]}
     tile = f"{constants['ROWS_TILE']} x {constants['OUT_TILE']}"
-    key = f"product {name or 'bf16'}{' in parts' * (num_splits > 1)} {tile}"
+    key = f"product {name or 'bf16'} {tile}"
     return key, (product._multiply_kernel, types, constants | {"HAS_BIAS": False, "zeros": None}, cc), options
 
 
@@ -128,7 +127,7 @@ def others_of(cc):
         yield key, (grouped_product._grouped_kernel, types, constants, cc), {"num_stages": 4}
     for (name, group, has_zeros), count in itertools.product((("int4", 128, True), ("fp8", 128, False)), (16, 128)):
         shape = (4096, 4096)
-        constants = product.product_constants(count, *shape, FORMATS[name], shape[1] // group, 1, has_zeros)
+        constants = product.product_constants(count, *shape, FORMATS[name], shape[1] // group, has_zeros)
         types = dict.fromkeys(("rows", "scales", "bias", "output"), "*bf16") | {"weight": "*u8", "zeros": "*i8"}
         options = {"num_stages": product.num_stages(constants, 2, SHARED_BYTES[cc])}
         options["num_warps"] = product.num_warps(constants)
@@ -143,12 +142,11 @@ def main():
     is_whole = parser.parse_args().all
     table = {}
     for cc in SHARED_BYTES if is_whole else (90,):
-        for model, shapes in PRODUCTS.items() if is_whole else [("8B", PRODUCTS["8B"][2:3])]:
+        for shapes in PRODUCTS.values() if is_whole else [PRODUCTS["8B"][2:3]]:
             for shape, name, count in itertools.product(shapes, FORMATS, (16, 64, 128)):
-                for num_splits in {1, product.splits_of(*shape)} if model == "1B" and count < 128 else {1}:
-                    key, arguments, options = product_of(cc, count, shape, name, num_splits)
-                    if f"sm_{cc} {key}" not in table:
-                        table[f"sm_{cc} {key}"] = compiled(*arguments, **options)
+                key, arguments, options = product_of(cc, count, shape, name)
+                if f"sm_{cc} {key}" not in table:
+                    table[f"sm_{cc} {key}"] = compiled(*arguments, **options)
         for model, heads in HEADS.items() if is_whole else [("8B", HEADS["8B"])]:
             for length, is_fp8 in itertools.product((1, 5, 512), (False, True)):
                 for kernel, numbers in attention_of(cc, heads, length, is_fp8=is_fp8):
@@ -161,9 +159,12 @@ def main():
             _, numbers = next(attention_of(cc, heads, length, dtype, is_fp8=is_fp8))
             size = f"{heads[0]}/{heads[1]} x {heads[2]}"
             table[f"sm_{cc} attention {size} {'fp8' if is_fp8 else dtype} length {length}"] = numbers
-    sys.stdout.write(
-        "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()) + "\n}\n"
-    )
+    grouped = {}
+    for key, numbers in table.items():
+        gpu, kernel = key.split(" ", 1)
+        grouped.setdefault(kernel, {})[gpu] = numbers
+    lines = [f"{json.dumps(kernel)}: {json.dumps(of_gpus)}" for kernel, of_gpus in grouped.items()]
+    sys.stdout.write("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,14 @@ import triton
 from engine.execution.cuda.kernels import triton_attention as attention
 from tests.engine.execution.cuda.kernels.cubins import SHARED_BYTES, SIZES
 
-TABLE = json.loads(Path(__file__).with_name("cubins.json").read_text())
+
+def read(text):
+    """The resources of each kernel on each GPU."""
+    table = json.loads(text)
+    return {f"{gpu} {kernel}": one for kernel, of_gpus in table.items() for gpu, one in of_gpus.items()}
+
+
+TABLE = read(Path(__file__).with_name("cubins.json").read_text())
 FAMILIES = listed()[1]
 of_this_version = pytest.mark.skipif(triton.__version__ != "3.7.1", reason="the figures are of triton 3.7.1")
 
@@ -33,7 +40,7 @@ def compiled(*arguments):
     command = [sys.executable, "-m", "tests.engine.execution.cuda.kernels.cubins", *arguments]
     finished = subprocess.run(command, env=environment, cwd=Path(__file__).parents[5], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-2000:]
-    return json.loads(finished.stdout)
+    return read(finished.stdout)
 
 
 def check(found):

@@ -53,17 +53,16 @@ def test_rows_that_are_not_contiguous_are_multiplied():
     assert torch.equal(product.multiply(rows, weight, None), product.multiply(rows.contiguous(), weight, None))
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantised_weights_give_the_product_of_the_weights_that_they_stand_for(name, num_splits):
+def test_quantised_weights_give_the_product_of_the_weights_that_they_stand_for(name):
     for inner, outer in ((256, 40), (160, 33)):
         rows = numbers(5, inner)
         values, scales, weight = quantised(name, outer, inner)
-        exact = {"out_dtype": torch.float32, "scales": scales, "num_splits": num_splits}
+        exact = {"out_dtype": torch.float32, "scales": scales}
         found = product.multiply(rows, values, None, **exact)
         right = rows.double() @ weight.T
         torch.testing.assert_close(found.double(), right, rtol=0, atol=1e-6 * right.abs().max().item())
-        biased = product.multiply(rows, values, bias := numbers(outer), scales=scales, num_splits=num_splits)
+        biased = product.multiply(rows, values, bias := numbers(outer), scales=scales)
         assert torch.equal(biased, found.half() + bias), "scales come before rounding, and the bias after it"
 
 
@@ -81,22 +80,13 @@ def test_the_inner_dimension_is_summed_in_order():
     rows, weight = torch.zeros(1, 512, dtype=torch.float16), torch.ones(16, 512, dtype=torch.float16)
     rows[0, ::128] = torch.tensor([1, 1e4, -1e4, 3], dtype=torch.float16)
     weight[:, 128:384] = 1e4
-    for options, total in (({}, 3.0), ({"num_splits": 2}, 0.0)):
-        found = product.multiply(rows, weight, None, out_dtype=torch.float32, **options)
-        assert torch.equal(found, torch.full((1, 16), total))
-
-
-@pytest.mark.parametrize(
-    ("shape", "splits"), [((2048, 2048), 4), ((2048, 8192), 4), ((4096, 14336), 2), ((28672, 4096), 1)]
-)
-def test_products_of_few_outputs_are_split_where_the_order_is_free(shape, splits):
-    assert product.splits_of(*shape) == splits
+    found = product.multiply(rows, weight, None, out_dtype=torch.float32)
+    assert torch.equal(found, torch.full((1, 16), 3.0))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("groups", [1, 5])
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_zeros_are_subtracted_before_weights_are_scaled(name, groups, num_splits):
+def test_zeros_are_subtracted_before_weights_are_scaled(name, groups):
     low, generator = 8 if name == "int4" else 128, torch.Generator().manual_seed(2)
     integers = torch.randint(-low, low, (33, 160), generator=generator, dtype=torch.int8)
     zeros = torch.randint(-low, low, (33, groups), generator=generator, dtype=torch.int8)
@@ -105,7 +95,7 @@ def test_zeros_are_subtracted_before_weights_are_scaled(name, groups, num_splits
     weight = (integers.half() - zeros.half().repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
     rows, right = numbers(5, 160), numbers(5, 160).double() @ weight.double().T
     values, options = pack_nibbles(integers) if name == "int4" else integers, {"scales": scales, "zeros": zeros}
-    found = product.multiply(rows, values, None, out_dtype=torch.float32, num_splits=num_splits, **options)
+    found = product.multiply(rows, values, None, out_dtype=torch.float32, **options)
     torch.testing.assert_close(found.double(), right, rtol=0, atol=1e-6 * right.abs().max().item())
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
-from engine.sampling.grammar import from_choice, from_json_schema, from_regex, from_text, literal
+from engine.sampling.grammar_text import from_choice, from_json_schema, from_regex, from_text, literal
 
 
 class StructuredOutputs(RequestModel):

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from deployments.openai.structured_output import GrammarSource, Thoughts
 from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
-from engine.sampling.grammar import JSON_OPTIONS, literal, without_annotations
+from engine.sampling.grammar_text import JSON_OPTIONS, literal, without_annotations
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from deployments.openai.structured_output import GrammarSource
 from engine.errors import CapacityError, ModelError, RequestError
-from engine.sampling.grammar import LIMITS, Grammars, explain, salted
+from engine.sampling.grammar import LIMITS, Grammars, explain
+from engine.sampling.grammar_text import salted
 
 logger = logging.getLogger("ray.serve")
 

@@ -1,6 +1,6 @@
 """Grammars: which tokens are allowed at the committed tip and after every draft token.
 
-A grammar is text in llguidance's format (https://github.com/guidance-ai/llguidance), made by the functions below and
+A grammar is text in llguidance's format (https://github.com/guidance-ai/llguidance), made by `grammar_text` and
 stored in `SamplingParams.grammar`. Drafter and verifier each keep a matcher per request. A matcher is only a cache: it
 can be rebuilt from the committed tokens. A mask therefore depends on the grammar and the tokens before it alone, is the
 same for drafter and verifier, and shapes the target's distribution as every other parameter does.
@@ -11,15 +11,13 @@ request with an error: an ambiguous grammar's masks take longer with every token
 
 import json
 import logging
-import re
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from engine.blocks.block_pool import salt_digest
 from engine.errors import ModelError, RequestError
 from engine.models.source import ModelSource
 from engine.protocols import Request
@@ -40,100 +38,11 @@ LIMITS: dict[str, Any] = {
 """Limits on a grammar's start and on each mask, in llguidance's units. They bound neither time nor memory of compiling:
 a service should first compile clients' grammars in a process that it can kill."""
 
-MAX_GBNF_RULES = 1000
-"""Converting more of them to Lark's notation takes seconds: each may depend on the next."""
 NUM_COMPILED = 16
 MASKS_S = 0.05
 """Processor time that a request's masks and tokens may take in all, besides the two below for each of them."""
 MASK_S, MASK_S_PER_TOKEN_ID = 3e-4, 2e-8
 """Those of usual JSON schemas take a tenth of this; a mask compares the whole vocabulary with the grammar."""
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}", "lenient": False}
-"""JSON may be indented, but white space is bounded so that a model cannot produce it without end."""
-
-
-_ENFORCED_FORMATS = frozenset(
-    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"]
-)
-"""Other formats are annotations (JSON Schema 2020-12, 7.2.1), which llguidance would refuse."""
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_DATA = frozenset({"const", "enum", "default", "examples"})
-
-
-def without_annotations(schema: Any) -> Any:
-    """Return a JSON schema without the formats that the grammar does not enforce."""
-    if isinstance(schema, list):
-        return [without_annotations(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):
-            kept[key] = {name: without_annotations(part) for name, part in value.items()}
-        elif key != "format" or not isinstance(value, str) or value in _ENFORCED_FORMATS:
-            kept[key] = value if key in _DATA else without_annotations(value)
-    return kept
-
-
-def from_json_schema(schema: dict[str, Any]) -> str:
-    """Return the grammar of a JSON schema; raise RequestError if the schema is not valid JSON."""
-    from llguidance import LLMatcher
-
-    try:
-        text = json.dumps(without_annotations(schema), allow_nan=False)
-        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the JSON schema is not valid: {error}", "json") from None
-
-
-def from_regex(pattern: str) -> str:
-    """Return the grammar of texts that a regular expression fully matches."""
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_regex(pattern)
-
-
-def from_choice(texts: Sequence[str]) -> str:
-    """Return the grammar of exactly these texts."""
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, texts)))
-
-
-def literal(text: str, token_ids: Mapping[str, int] | None = None) -> str:
-    """Return Lark's notation of a text, in which the strings among `token_ids` are these tokens, and not text."""
-    ids = token_ids or {}
-    tokens = "|".join(map(re.escape, sorted(ids, key=len, reverse=True))) or "(?!)"
-    # A Lark literal is one of JSON with DEL escaped, too.
-    return " ".join(
-        f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False).replace("\x7f", "\\u007f")
-        for part in re.split(f"({tokens})", text)
-        if part or not text
-    )
-
-
-def from_text(text: str) -> str:
-    """Return the grammar of a text in Lark's or llama.cpp's (GBNF) notation.
-
-    Raises:
-        RequestError: the notation is neither of these, or a GBNF grammar has too many rules.
-    """
-    if (num_rules := text.count("::=")) > MAX_GBNF_RULES:
-        raise RequestError(f"the grammar has {num_rules:,} rules in GBNF, at most {MAX_GBNF_RULES:,} are allowed")
-    from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return LLMatcher.grammar_from_lark(any_to_lark(text))
-    except Exception as error:  # noqa: BLE001 - the converter raises bare exceptions
-        raise RequestError(f"the grammar is neither Lark nor GBNF: {error}", "grammar") from None
-
-
-def salted(grammar: str, salt: str | None) -> str:
-    """Return an equal grammar that no cache takes for another salt's, whose users could tell that it was compiled."""
-    if salt is None:
-        return grammar
-    digest = salt_digest(salt).hex()
-    return f'{grammar[:-1]},"salt":"{digest}"}}' if grammar.startswith("{") else f"{grammar}\n// {digest}"
 
 
 def explain(error: str, grammar: str) -> str:

@@ -5,7 +5,7 @@ import re
 
 import jsonschema
 
-from engine.sampling.grammar import from_choice, from_json_schema, from_regex, from_text
+from engine.sampling.grammar_text import from_choice, from_json_schema, from_regex, from_text
 
 SCHEMA = {
     "type": "object",

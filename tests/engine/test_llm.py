@@ -20,7 +20,7 @@ from engine.errors import ConfigError, ModelError, RequestError
 from engine.execution.registry import make_backend
 from engine.models.registry import open_model
 from engine.protocols import NoDrafter
-from engine.sampling.grammar import from_regex
+from engine.sampling.grammar_text import from_regex
 from tests.engine.heads.files import head_settings, head_tensors, save_head
 from tests.models import save_llama
 

@@ -17,7 +17,8 @@ from deployments.prompts.grammar_compiler import GrammarCompiler
 from engine.config import ModelInfo
 from engine.errors import CapacityError, RequestError
 from engine.sampling import grammar
-from engine.sampling.grammar import MAX_GBNF_RULES, Grammars
+from engine.sampling.grammar import Grammars
+from engine.sampling.grammar_text import MAX_GBNF_RULES
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LocalRouters
 from tests.deployments.requests import complete, error_of, text_of

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from deployments.prompts import grammar_process as module
-from engine.sampling.grammar import LIMITS, Grammars, from_regex
+from engine.sampling.grammar import LIMITS, Grammars
+from engine.sampling.grammar_text import from_regex
 
 SOURCE = Path(module.__file__)
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from engine.params import SamplingParams
-from engine.sampling.grammar import from_regex
+from engine.sampling.grammar_text import from_regex
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

@@ -16,7 +16,8 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.laws import p_value
 from engine.params import SamplingParams
-from engine.sampling.grammar import Grammars, from_regex
+from engine.sampling.grammar import Grammars
+from engine.sampling.grammar_text import from_regex
 from tests.engine.running import SAMPLING, make_engine, run
 from tests.engine.tokenizers import letter_tokenizer, saved
 from tests.fakes import ContextModel, CuttingDrafter

@@ -45,9 +45,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 TEXT_PART = {r"^language_model\.(lm_head|model)\.": r"\1.", r"^model\.(?:language|text)_model\.": "model."}
 """Where tensors of a model for images and text belong in its text part by itself; other names are of no such model."""
 
-Window = tuple[slice, ...]
-"""The part of a tensor that a rank holds: slices of its first axes; an empty tuple is all of it."""
-FindWindow = Callable[[str, Tensor], Tensor]
+WindowOf = Callable[[str, Tensor], Tensor]
 """Returns the window of a tensor that is needed, by its name and the whole of it."""
 OnTensor = Callable[[str, Tensor, Tensor], Tensor | None]
 """Takes a tensor's name, the whole of it, mapped and not read yet, and its window on the device in the model's number
@@ -83,7 +81,7 @@ def fill(
     tied: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
-    num_missing = {name: tensor.numel() for name, tensor in tensors.items()}
+    num_missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
     named = [(key, names.parameter(key) if names else key) for key, _ in mapped_tensors(source)]
     places = {key: (name, names.part(key, tensors[name]) if names else tensors[name])
               for key, name in named if name in tensors}  # fmt: skip
@@ -101,8 +99,7 @@ def fill(
         if (axis := getattr(part, "packed_axis", None)) is not None:
             window = window.flatten(axis, axis + 1)
         _check(source, key, whole, window, part)
-        for other in tied[id(tensors[name])]:
-            num_missing[other] -= part.numel()
+        num_missing[id(tensors[name])] -= part.numel()
         if (kept := on_tensor(name, whole, window)) is None:
             continue
         if names is not None and part.numel() < tensors[name].numel():
@@ -112,8 +109,7 @@ def fill(
             names.part(key, stacks[name]).copy_(kept)
         else:
             assign(module, tied[id(tensors[name])], kept)
-    if missing := sorted(name for name, count in num_missing.items() if count > 0):
-        raise ModelError(f"{source.path} lacks the weights {', '.join(missing[:3])}")
+    _check_missing(source, tensors, num_missing)
 
 
 class FileNames:
@@ -143,10 +139,8 @@ class FileNames:
         expert = _EXPERT.search(name)
         if expert is None or not {type(one) for one in converter.operations} <= {MergeModulelist, Concatenate}:
             return whole.new_empty(0)
-        patterns = converter.source_patterns
-        return whole[int(expert[1]) - (self._own.start if self._own else 0)].chunk(len(patterns))[
-            patterns.index(pattern)
-        ]
+        patterns, index = converter.source_patterns, int(expert[1]) - (self._own.start if self._own else 0)
+        return whole[index].chunk(len(patterns))[patterns.index(pattern)]
 
     def _find(self, name: str) -> tuple[str, str | None]:
         renamed, pattern = rename_source_key(name, self._renamings, self._converters)
@@ -155,18 +149,14 @@ class FileNames:
 
 
 def read(
-    source: ModelSource,
-    dtypes: Mapping[str, torch.dtype],
-    device: torch.device,
-    find_window: FindWindow,
-    upload: Upload | None,
+    source: ModelSource, dtypes: Mapping[str, torch.dtype], device: torch.device, find: WindowOf, upload: Upload | None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield each tensor that `dtypes` names: its name, the whole of it, mapped, and its window on the device.
 
     `upload` copies to a GPU; it is None for a CPU. Operations on the current stream may use a window at once.
     """
     mapped = [(name, whole) for name, whole in mapped_tensors(source) if name in dtypes]
-    windows = [(name, whole, find_window(name, whole)) for name, whole in mapped]
+    windows = [(name, whole, find(name, whole)) for name, whole in mapped]
     num_bytes, total = 0, sum(window.nbytes for _, _, window in windows)
     num_threads = min(_MAX_THREADS, (os.cpu_count() or 1) // torch.get_num_threads())
     logged = time.monotonic()
@@ -201,11 +191,15 @@ def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bo
             _check(source, key, whole, whole, part)
         is_converted |= not part.numel()
         num_missing[id(tensor)] -= whole.numel()
-    weights = {id(tensor): name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
-    if sum(num_missing[key] for key in weights) > (num_stored if is_converted else num_unnamed):
-        missing = sorted(name for key, name in weights.items() if num_missing[key] > 0)
-        raise ModelError(f"{source.path} lacks the weights {', '.join(missing[:3])}; download it again")
+    weights = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    if sum(num_missing[key] for key in set(map(id, weights.values()))) > (num_stored if is_converted else num_unnamed):
+        _check_missing(source, weights, num_missing)
     return not is_converted and not any(num_missing.values())
+
+
+def _check_missing(source: ModelSource, tensors: Mapping[str, Tensor], num_missing: Mapping[int, int]) -> None:
+    if missing := sorted(name for name, tensor in tensors.items() if num_missing[id(tensor)] > 0):
+        raise ModelError(f"{source.path} lacks the weights {', '.join(missing[:3])}; download it again")
 
 
 def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: Tensor) -> None:
@@ -214,8 +208,8 @@ def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: T
         raise ModelError(f"{source.path}: {key} is {is_}, and its config.json gives {should_be}; download both again")
 
 
-def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
-    """Return a rank's window of a tensor; the whole of it if there is none of that shape."""
+def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> tuple[slice, ...]:
+    """Return slices of a tensor's first axes, a rank's window; none, for the whole, if no window has that shape."""
     if len(whole) != len(part) or any(a not in (b, b * world_size) for a, b in zip(whole, part, strict=True)):
         return ()
     starts = [0 if size == all_ranks else rank * size for size, all_ranks in zip(part, whole, strict=True)]

@@ -1,24 +1,16 @@
 """The bench runs from end to end on models that cost nothing."""
 
 import json
-import os
-import signal
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
 import pytest
 from rich.console import Console
 
-from deployments.config import AppConfig
 from engine.detokenizer import Detokenizer
-from tests.bench import commands, compare, turns
+from tests.bench import compare, turns
 from tests.bench.contestants import with_serve
 from tests.bench.figures import Batch, RoundSplit, Row, RunAhead, Timeline, row_of
 from tests.bench.profile import in_process
@@ -26,7 +18,6 @@ from tests.bench.spans import Spans
 from tests.bench.worker import Worker
 from tests.bench.workload import Cell, Workload
 from tests.deployments.conftest import model_dir, tokenizer  # noqa: F401
-from tests.deployments.serving import serving
 from tests.load.records import Acceptance
 
 IN_PROCESS = ("transformers", "transformers-assisted", "engine-plain", "engine-speculative")
@@ -113,43 +104,6 @@ def test_a_row_is_what_its_batches_become(workload: Workload) -> None:
     assert row.rows_per_round == pytest.approx(2 * 3 / 1.5 / 4)
 
 
-class ServedHere:
-    """A server in this process, and another process to be frozen in its place."""
-
-    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
-        self.url = url
-        self.pid = process.pid
-
-    @contextmanager
-    def frozen_afterwards(self) -> Iterator[None]:
-        deadline = time.monotonic() + 5
-        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
-            assert time.monotonic() < deadline
-        yield
-
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-
-def test_streams_over_http_fill_their_rows(
-    workload: Workload,
-    console: Console,
-    monkeypatch: pytest.MonkeyPatch,
-    model_dir: Path,  # noqa: F811
-) -> None:
-    monkeypatch.setattr(with_serve, "FIRST_SETTLE_S", 0.0)
-    config = AppConfig(target_model=str(model_dir), served_model_name="tiny")
-    with serving(config, model_dir) as (url, _), subprocess.Popen(["sleep", "600"]) as process:
-        monkeypatch.setattr(with_serve, "Server", lambda *_: ServedHere(url, process))
-        try:
-            rows, failures = turns.collect(("serve-plain",), workload, console, Worker)
-        finally:
-            process.kill()
-    assert failures == []
-    assert [(row.name, row.batch_size) for row in rows] == [("serve-plain", 1), ("serve-plain", 2)]
-    check(rows)
-
-
 @pytest.mark.long
 @pytest.mark.e2e
 def test_the_served_application_fills_its_rows(
@@ -160,9 +114,3 @@ def test_the_served_application_fills_its_rows(
     assert failures == []
     assert [row.batch_size for row in rows] == [1, 2]
     check(rows)
-
-
-def test_without_a_command_ways_are_compared() -> None:
-    given, named = (vars(commands.parse([*command, "--peers"])) for command in ([], ["compare"]))
-    assert given.pop("run").args == named.pop("run").args
-    assert given == named

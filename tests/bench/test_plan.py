@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from engine.errors import ConfigError
-from tests.bench.commands import parse, run
 from tests.bench.paced.datasheet import PASS_S, Hardware, Model
 from tests.bench.paced.roofline import HIT_RATE, PacedDevice, Pair
-from tests.bench.plan import PRICES, accepted_of, choices, plan, pooled_round_s, read_prices
+from tests.bench.plan import choices, plan, pooled_round_s
 
 PRICE = {"h100": 3.0, "l4": 0.6}
 
@@ -48,11 +46,6 @@ def test_every_arm_by_hand() -> None:
     assert pool.tokens_per_s == pytest.approx(ahead.tokens_per_s)
 
 
-def test_one_request_never_alternates() -> None:
-    arms = [one.arm for one in choices(TARGET, [DRAFT], [0.5], PRICE, [1], [])]
-    assert arms == ["no draft", "beside the target", "own draft in turn", "own draft ahead"]
-
-
 def test_as_many_groups_share_a_pass_as_wait_at_the_same_time() -> None:
     """A pass for m groups takes 2 m ms, a round 10 + 2 m, so m = 8 * 2 m / (10 + 2 m) of 8 groups wait: m = 3."""
     pair = Pair(TARGET, device("l4-1b", 1.0, 0.25))
@@ -64,30 +57,6 @@ def test_as_many_groups_share_a_pass_as_wait_at_the_same_time() -> None:
     assert pooled_round_s(pair, 8, 1, "alternate", 8) == (pytest.approx(0.020, rel=0.003), 1.0)
 
 
-def test_acceptance_is_a_rate_or_rates_or_what_evaluate_writes(tmp_path: Path) -> None:
-    assert accepted_of("0.5", "0.7")[:3] == [0.5, 0.25, 0.125]
-    assert accepted_of("0.8,0.6,0.6", "0.7") == [0.8, 0.6, 0.6]
-    file = tmp_path / "figures.json"
-    file.write_text(json.dumps({"temperatures": {"0.7": {"acceptance_per_position": [0.7, 0.4]}}}))
-    assert accepted_of(str(file), "0.7") == [0.7, 0.4]
-    with pytest.raises(ConfigError, match=r"figures.json has no acceptance per position at temperature 1"):
-        accepted_of(str(file), "1")
-    for wrong in ("1.1", "0.5,0.6", "x", ""):
-        with pytest.raises(ConfigError, match="it must be a rate, falling rates"):
-            accepted_of(wrong, "0")
-
-
-def test_prices_are_the_users(tmp_path: Path) -> None:
-    file = tmp_path / "prices.json"
-    file.write_text('{"H100": 2.25}')
-    assert read_prices(file) == {**PRICES, "h100": 2.25}
-    assert read_prices(None) == PRICES
-    for wrong in ('{"h100": 0}', '{"h99": 1}', "[1]", "{"):
-        file.write_text(wrong)
-        with pytest.raises(ConfigError, match="price"):
-            read_prices(file)
-
-
 def test_the_plan_prints_writes_and_draws(console: Console, tmp_path: Path) -> None:
     files = {"json": tmp_path / "plan.json", "png": tmp_path / "plan.png"}
     plan(TARGET, [DRAFT], [0.5, 0.25], PRICE, [1, 8], [1, 2], None, console, **files)
@@ -95,12 +64,3 @@ def test_the_plan_prints_writes_and_draws(console: Console, tmp_path: Path) -> N
     assert len(rows) == 6 + 7
     assert rows[0]["dollars_per_million"] == pytest.approx(12 / 3600 / 100 * 1e6)
     assert files["png"].read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_needs_no_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert not hasattr(parse(["plan"]), "threads")
-    assert run(["plan", "--batch-sizes", "8", "--pools", "4", "--drafts", "h100-1b"]) == 0
-    printed = capsys.readouterr().out
-    assert "most tokens/s per GPU: pool of 4 : 1 h100-1b" in printed
-    assert run(["plan", "--target", "h100x4-71b"]) == 2
-    assert run(["plan", "--prices", str(tmp_path / "none.json")]) == 2

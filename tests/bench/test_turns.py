@@ -48,15 +48,6 @@ def test_methods_take_turns_and_nobody_always_follows_the_same_one(workload: Wor
     assert all(worker.is_closed for worker in workers.values())
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_a_steady_drift_falls_on_all_alike_after_two_turns(count: int) -> None:
-    names = [str(index) for index in range(count)]
-    for turn in (0, 2, 4):
-        when = [*turns.order(names, turn), *turns.order(names, turn + 1)]
-        sums = {sum(time for time, name in enumerate(when) if name == own) for own in names}
-        assert len(sums) == 1
-
-
 def test_ratios_are_of_what_two_methods_made_of_the_same_turn() -> None:
     def row(*rates: float) -> Row:
         return Row("", 1, 0.0, None, 0.0, 0.0, 0.0, tokens_per_s_by_turn=list(rates))

@@ -1,25 +1,12 @@
 """Contenders, their texts, and what the comparison of methods leaves out when its time is over."""
 
-import functools
 import json
-from dataclasses import replace
 
 import pytest
 
 from tests.bench.methods.comparison import Selection, methods
-from tests.bench.methods.domains import changed
-from tests.bench.methods.large_target import make_large_target
-from tests.bench.methods.pairs import Contender, LoadedPair, contenders, copies_outputs, run
+from tests.bench.methods.pairs import Contender, LoadedPair, copies_outputs, run
 from tests.bench.methods.tables import MethodCell
-
-
-def test_only_pairs_that_the_engine_takes_are_measured():
-    rows = list(contenders(["model", "suffix"], ["coupled", "rejection"], [2, 4], ["model"]))
-    expected = [("none", 0), ("model", 2), ("model", 4), ("model adaptive", 4)]
-    assert [(row.name, row.num_tokens) for row in rows][:4] == expected
-    assert len(rows) == 1 + 2 * (3 + 2)
-    trees = list(contenders(["tree", "model"], ["block", "k_sequential"], [4], []))
-    assert [(row.method, row.verification) for row in trees[1:]] == [("tree", "k_sequential"), ("model", "block")]
 
 
 @pytest.fixture
@@ -50,13 +37,6 @@ def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workloa
     assert png.stat().st_size > 10_000
 
 
-def test_a_request_that_is_asked_again_differs_in_one_token():
-    ids = [*range(30)]
-    for nth in (0, 3):
-        assert [place for place in range(30) if changed(ids, nth)[place] != ids[place]] == [20 + nth]
-    assert changed([7], 2) == [6]
-
-
 def test_only_methods_that_copy_write_the_earlier_answers_first(workload):
     pair = LoadedPair(workload, max_num_seqs=1, max_length=40)
     for name, copies in (("suffix", True), ("model+suffix", True), ("ngram", False)):
@@ -66,14 +46,3 @@ def test_only_methods_that_copy_write_the_earlier_answers_first(workload):
         if name != "model+suffix":  # this draft needs no copies
             forgetful, remembering = ([run(engine, [[5, 6, 7, 8]], 1.0, 24) for _ in range(2)] for engine in engines)
             assert (remembering[1].tokens_per_pass > forgetful[1].tokens_per_pass) == copies
-
-
-def test_the_output_says_how_the_large_target_was_made(workload, selection, console, monkeypatch):
-    small = functools.partial(make_large_target, num_layers=2, intermediate_size=192)
-    monkeypatch.setattr("tests.bench.methods.comparison.make_large_target", small)
-    large = replace(selection, methods=["model"], adaptive=[], temperatures=[0.0], batch_sizes=[1], large=True)
-    cells = methods(workload, large, console)
-    assert all(cell.large for cell in cells)
-    assert all(cell.exact for cell in cells if not cell.is_peer)
-    printed = " ".join(console.file.getvalue().split())
-    assert "The large target was made for this measurement" in printed

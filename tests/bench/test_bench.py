@@ -14,7 +14,6 @@ from tests.bench import compare, turns
 from tests.bench.contestants import with_serve
 from tests.bench.figures import Batch, RoundSplit, Row, RunAhead, Timeline, row_of
 from tests.bench.profile import in_process
-from tests.bench.spans import Spans
 from tests.bench.worker import Worker
 from tests.bench.workload import Cell, Workload
 from tests.deployments.conftest import model_dir, tokenizer  # noqa: F401
@@ -60,28 +59,6 @@ def test_a_profile_names_the_parts_and_leaves_no_trace(workload: Workload, conso
     assert "verify: forward pass" in printed(console)
     assert "detokenizing" in printed(console)
     assert Detokenizer.append is append
-
-
-def test_time_counts_for_the_innermost_span_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-
-    class Work:
-        def outer(self) -> None:
-            nonlocal now
-            now += 1
-            self.inner()
-            now += 2
-
-        def inner(self) -> None:
-            nonlocal now
-            now += 4
-
-    spans, work = Spans(), Work()
-    spans.wrap(work, "outer", "outer")
-    spans.wrap(work, "inner", "inner")
-    work.outer()
-    assert spans.seconds == {"outer": 3.0, "inner": 4.0}
 
 
 def test_a_row_is_what_its_batches_become(workload: Workload) -> None:

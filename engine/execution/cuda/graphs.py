@@ -21,14 +21,13 @@ from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch
 from engine.execution.cuda.chain_pass import ChainPass, ChainShape, chain_shape
 from engine.execution.cuda.kernels.triton_attention import NUM_PARTS
-from engine.execution.cuda.static_pass import ROWS, Outputs, Shape, StaticPass, steps_up_to
+from engine.execution.cuda.static_pass import NUM_EXTRA, ROWS, Outputs, Shape, StaticPass, steps_up_to
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.layers.reducer import alone
 from engine.sampling.noise import Draws
 
 LENGTHS = (1, 2, 3, 5, 9, 16, 24)
-NUM_EXTRA = (0, 4, 8, 16, 64)
 MAX_TOKENS = 1280
 """Tokens of a graph, at most; a larger batch computes long enough for its kernels to be launched meanwhile."""
 _MIN_PROMPT_LENGTH = 5

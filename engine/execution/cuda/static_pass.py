@@ -23,6 +23,7 @@ from engine.sampling import noise
 from engine.sampling.noise import Draws
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+NUM_EXTRA = (0, 4, 8, 16, 64)
 _FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1, "logit_indices": -1, "is_drawn": 0}
 """What the fields of a token hold where a batch has none. Padding writes to block 0 and attends to place 0; logits that
 nobody needs are the last token's, whose state they do not overwrite."""

@@ -339,6 +339,6 @@ def test_a_backend_says_whether_its_products_must_be_invariant(invariant, monkey
     made = []
     monkeypatch.setattr(cuda_backend, "make_invariant", lambda *arguments, **options: made.append(options))
     make_cuda_backend(
-        random_model("tiny", torch.device("cpu"), torch.bfloat16), ModelConfig("tiny"), ENGINE, invariant=invariant
+        random_model("tiny", torch.device("cpu"), torch.float32), ModelConfig("tiny"), ENGINE, invariant=invariant
     )
     assert made == [{"invariant": invariant}]

@@ -47,18 +47,12 @@ MAX_INGRESS_REPLICAS = 4
 
 
 def app(config: AppConfig) -> Application:
-    """Return the application, for a cluster that may gain nodes: replicas without room wait for them.
-
-    Raises ArgumentError if the cluster cannot hold the workers as they are configured, or the API keys are wrong.
-    """
+    """Return the application, for a cluster that may gain nodes; raise ArgumentError if it can never start there."""
     return build(config, can_grow=True)
 
 
 def build(config: AppConfig, *, can_grow: bool) -> Application:
-    """Return the application, as `app`: Ingresses over autoscaled Routers, each with its own speculation group.
-
-    Draft workers of a pool are a deployment of their own, which Routers lease.
-    """
+    """Return the application, as `app`: Ingresses over autoscaled Routers, each with its own speculation group."""
     # Read here and passed on: the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
     group, nodes = group_config(config), _nodes()

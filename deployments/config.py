@@ -270,10 +270,7 @@ def _same_names(section: type[GroupConfig] | type[IngressConfig], config: AppCon
 
 
 def api_keys(config: AppConfig) -> tuple[str, ...]:
-    """Return every API key: configured, from the file, from the environment.
-
-    Raises ArgumentError if the key file cannot be read or holds no key, or a header cannot carry a key.
-    """
+    """Return every API key: configured, from the file, from the environment; raise ArgumentError if one is wrong."""
     keys = [key.get_secret_value() for key in config.api_keys]
     if config.api_key_file is not None:
         try:

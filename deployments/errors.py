@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from starlette.exceptions import HTTPException
 
 from engine.errors import (
     CapacityError,
@@ -74,7 +75,9 @@ _STATUS_KINDS: Mapping[int, ErrorKind] = {
 
 
 def kind_of(error: Exception) -> ErrorKind:
-    """Return the `KINDS` entry of an exception's nearest base class."""
+    """Return the `KINDS` entry of an exception's nearest base class, or the kind of an HTTPException's status."""
+    if isinstance(error, HTTPException):
+        return kind_of_status(error.status_code)
     for cls in type(error).__mro__:
         kind = KINDS.get(cast("type[Exception]", cls))
         if kind is not None:
@@ -113,15 +116,16 @@ def describe(error: Exception) -> tuple[ErrorKind, dict[str, Any]]:
     """Return the kind of an exception, and the body to send."""
     kind = kind_of(error)
     param = error.param if isinstance(error, RequestError) else None
-    return kind, error_body(kind, str(error), param)
+    return kind, error_body(kind, error.detail if isinstance(error, HTTPException) else str(error), param)
 
 
 def headers_of(kind: ErrorKind, error: Exception | None = None) -> dict[str, str]:
-    """Return the headers of an error: Retry-After, if clients should retry."""
+    """Return the headers of an error: those of an HTTPException, and Retry-After, if clients should retry."""
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if kind.status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, CapacityError) else CapacityError.retry_after_s
-        return {"Retry-After": str(retry_after_s)}
-    return {"WWW-Authenticate": "Bearer"} if kind.status == 401 else {}
+        return {"Retry-After": str(retry_after_s), **headers}
+    return {"WWW-Authenticate": "Bearer", **headers} if kind.status == 401 else headers
 
 
 def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str, str | None]:

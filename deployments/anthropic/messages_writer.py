@@ -72,10 +72,7 @@ class MessagesError(ResponseModel):
 
 @dataclass(slots=True)
 class MessagesWriter(ChatWriter):
-    """Writes one response; `request` is the chat completion that generates its text.
-
-    The message becomes blocks: thoughts, text, and calls of tools. The last one is open until the next or the end.
-    """
+    """Writes one response as blocks: thoughts, text and calls. The last one is open until the next or the end."""
 
     END: ClassVar[str] = ""
 

@@ -17,11 +17,7 @@ from engine.models.source import HUB_FILES
 
 
 def pull(name: str, draft: str | None, token: str | None) -> None:
-    """Download a target and its draft, or a trained head and its target, and show the command that serves them.
-
-    Raises:
-        click.ClickException: a model cannot be downloaded, or holds no weights that can be read.
-    """
+    """Download a target and its draft, or a head and its target, and say how to serve them; raise ClickException."""
     if not sys.stderr.isatty():
         disable_progress_bars()
     settings = {"target_model": name} | ({"draft_model": draft} if draft else {})

@@ -30,14 +30,7 @@ class ServerError(click.ClickException):
 
 
 class Client:
-    """The connections to one server; threads may share it. Its methods raise ServerError.
-
-    Args:
-        url: the server's address, without /v1.
-        api_key: the first of these keys is sent; the server's own variable may hold several.
-        pauses_s: pauses before each try to continue a stream; without any, a stream that is cut off is an error.
-        transport: what tests use instead of a network.
-    """
+    """The connections to one server, which threads may share. Its methods raise ServerError; the first key is sent."""
 
     def __init__(
         self,

@@ -125,10 +125,7 @@ class _Prover:
         return case
 
     def ask(self, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> tuple[list[int], int]:
-        """Return an answer's tokens and the number of its draft tokens.
-
-        `begin` is called when the first tokens of a stream are there, or it has failed.
-        """
+        """Return an answer's tokens and how many were drafted; call `begin` once a stream has begun or failed."""
         if not body.get("stream"):
             answer = self.client.post(PATH, body)
             self.entries.append(Entry(path=PATH, body=body, answer=answer))

@@ -22,18 +22,18 @@ _SLOW_WEIGHTS_PER_S = 1.5e9
 def server_findings(client: Client) -> Iterator[Finding]:
     """Check a server by what it does, which takes seconds, and by what it says."""
     try:
-        health, version = client.get("/health", 503), client.get("/version")["version"]
+        health, server = client.get("/health", 503), client.get("/version")
         routers = ", ".join(f"{one['replica']} {one['reason'] or 'is ready'}" for one in health["routers"])
         if not health["ready"]:
             yield Finding("error", "health", f"{health['reason']}; {routers}", "wait, then read the server's log")
             return
         yield Finding("ok", "health", routers)
-        here = installed_version()
+        version, here = server["version"], installed_version()
         yield judged("version", version, "" if version == here else f"this command is version {here}: use the server's")
         rounds: defaultdict[tuple[str, ...], float] = defaultdict(float)
         plain, drafted = take_turns(lambda *request: _decode(client, rounds, *request))
         left_s = max((one["compiling"]["left_s"] for one in health["routers"] if "compiling" in one), default=0)
-        yield _pace_finding(plain, client.get("/version")["num_parameters"], left_s)
+        yield _pace_finding(plain, server["num_parameters"] or 0, left_s)
         yield speed_finding("speed-up", plain, drafted)
         metrics = client.metrics()
         yield from _draft_findings(rounds, metrics)

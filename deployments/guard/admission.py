@@ -80,10 +80,7 @@ class Admission:
         self._routers.count_refusal(kind.code or kind.type)
 
     async def turn(self) -> None:
-        """Wait until a request may be begun: one after the other, when the event loop has little else to do.
-
-        So refusals and other routes do not wait behind many requests that came before them.
-        """
+        """Wait until a request may be begun: one after the other, so that refusals and other routes need not wait."""
         async with self._turn:
             now = self._clock()
             latest = now + LONGEST_TURN_S

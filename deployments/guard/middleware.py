@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from deployments.config import Limits
-from deployments.errors import describe, error_body, headers_of, kind_of, kind_of_status, set_request
+from deployments.errors import describe, error_body, headers_of, kind_of_status, set_request
 from deployments.guard.admission import GENERATING_ROUTES, Admission
 from engine.errors import QueueFullError
 
@@ -125,14 +125,10 @@ class Guard:
         except ClientDisconnect:
             return
         except (HTTPException, QueueFullError) as error:
-            if isinstance(error, HTTPException):
-                kind, more = kind_of_status(error.status_code), error.headers or {}
-                content = error_body(kind, error.detail)
-            else:
-                (kind, content), more = describe(error), headers_of(kind_of(error), error)
+            kind, content = describe(error)
             if is_generating:
                 self._admission.count_refusal(kind)
-            await JSONResponse(content, kind.status, {**headers_of(kind), **more})(scope, receive, send)
+            await JSONResponse(content, kind.status, headers_of(kind, error))(scope, receive, send)
         else:
             if not is_generating:
                 await self._run_while_connected(scope, body, receive, send)

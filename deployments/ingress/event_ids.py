@@ -105,11 +105,7 @@ def _sent(text: str) -> Sent:
 
 
 class EventIds:
-    """Gives the events of one stream their ids, and leaves out those that an earlier connection has sent.
-
-    Attributes:
-        num_events: events sent so far, on earlier connections, too.
-    """
+    """Gives the events of one stream their ids, and leaves out those that an earlier connection has sent."""
 
     def __init__(self, event_id: EventId | None, num_choices: int, *, is_continued: bool = False) -> None:
         """Begin a stream, or continue it after the event with this id; without an id, events get none."""
@@ -193,11 +189,7 @@ def event_ids(
 ) -> tuple[EventIds, int]:
     """Return the ids of an answer's events and the seed to draw, and make the answer the one that is continued.
 
-    Args:
-        is_seeded: target, request and seed determine the text; without that, events have no ids.
-
-    Raises:
-        RequestError: the stream cannot be continued after `last_event_id`.
+    Events have ids if target, request and seed determine the text. Raises RequestError if it cannot be continued.
     """
     reply, num_choices, seed = writer.reply, len(writer.choices), secrets.randbits(63)
     has_ids = is_seeded and writer.request.stream and num_choices <= MAX_CHOICES

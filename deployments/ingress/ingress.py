@@ -60,10 +60,7 @@ WHOLE_INTERVAL_S = 2.0
 
 
 class Ingress:
-    """One HTTP replica: a tokenizer, the limits, and a handle to the Routers.
-
-    Its public methods answer the routes. Their RequestErrors name the field, the value and the limit.
-    """
+    """One HTTP replica. Its public methods answer the routes; their RequestErrors name the field, value and limit."""
 
     async def __init__(  # type: ignore[misc]
         self, config: IngressConfig, routers: DeploymentHandle[Any] | ServeRouters, *, keys: tuple[str, ...] = ()
@@ -274,10 +271,7 @@ class Ingress:
     async def _answer(
         self, writer: Writer, params: SamplingParams, source: GrammarSource | None, last_event_id: str | None
     ) -> Response:
-        """Submit a request, and answer it, after the event that the client had last, if it names one.
-
-        The text will match `source`, if there is one.
-        """
+        """Submit a request, whose text will match `source`, and answer it, after the event that the client had last."""
         request = writer.request
         salt = request.cache_salt if self.config.share_between_keys else owned_salt(request.cache_salt)
         if source is not None:

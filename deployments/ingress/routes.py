@@ -73,25 +73,23 @@ def _document(api: FastAPI) -> None:
 
 
 def _handle_errors(api: FastAPI, admission: Admission) -> None:
-    def answer(kind: ErrorKind, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    def answer(kind: ErrorKind, body: dict[str, Any], error: Exception) -> Response:
         if admission.is_preparing:
             admission.count_refusal(kind)
-        return JSONResponse(body, status_code=kind.status, headers=headers)
+        return JSONResponse(body, kind.status, headers_of(kind, error))
 
     @api.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         kind = kind_of_status(400)
-        return answer(kind, error_body(kind, *validation_message(error.errors(), error.body)))
+        return answer(kind, error_body(kind, *validation_message(error.errors(), error.body)), error)
 
     @api.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
-        kind = kind_of_status(error.status_code)
-        message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-        return answer(kind, error_body(kind, message), {**headers_of(kind), **(error.headers or {})})
+        error.detail = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+        return answer(*describe(error), error)
 
     async def raised(_: Request, error: Exception) -> Response:
-        kind, body = describe(error)
-        return answer(kind, body, headers_of(kind, error))
+        return answer(*describe(error), error)
 
     for error_class in KINDS:
         api.add_exception_handler(error_class, raised)

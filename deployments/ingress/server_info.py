@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Literal
 from deployments.config import IngressConfig
 from deployments.openai.types import ResponseModel
 from deployments.wire import Description
-from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, ModelInfo
+from engine.config import ModelInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-BUNDLED_FIGURES = (0.77, 0.18)
-"""From `engine/pair/README.md`: acceptance rate at temperature 0.7, time of a draft step over that of a target step."""
-ASSUMED_ACCEPTANCE = 0.6
 
 
 class ModelCard(ResponseModel):
@@ -76,7 +72,7 @@ def fingerprint(config: IngressConfig, target: ModelInfo, tokenizer: "PreTrained
 
 
 def announcement(config: IngressConfig, description: Description, base_url: str) -> str:
-    """Return the log line of a service that is ready: address, models, expected gain; and a command to try it."""
+    """Return the log line of a service that is ready: address and models, and a command to try it."""
     target, draft = description.target, description.draft
     pair = f"target {target.name} ({target.num_parameters / 1e6:.1f} M, {target.dtype}, {target.device})"
     if config.tensor_parallel_size > 1:
@@ -91,21 +87,7 @@ def announcement(config: IngressConfig, description: Description, base_url: str)
         f"curl -s {base_url}/v1/completions -H 'Content-Type: application/json' "
         f"""-d '{{"model": "{config.model_name}", "prompt": "This PEP proposes", "max_tokens": 48}}'"""
     )
-    return f"serving {pair}; draft length {length}; {_expected_gain(config, description)}; {base_url}\n  {curl}"
-
-
-def _expected_gain(config: IngressConfig, description: Description) -> str:
-    """Return what speculation is expected to bring one stream, by Theorem 3.8 of https://arxiv.org/abs/2211.17192."""
-    draft, target = description.draft, description.target
-    if draft is None:
-        return "no gain is predicted without a draft model that has loaded"
-    cost = draft.num_parameters * config.tensor_parallel_size / target.num_parameters
-    rate, basis = ASSUMED_ACCEPTANCE, f"if {ASSUMED_ACCEPTANCE:.0%} of draft tokens are accepted"
-    if (target.name, draft.name) == (str(BUNDLED_TARGET), str(BUNDLED_DRAFT)):
-        rate, cost, basis = (*BUNDLED_FIGURES, "by the pair's model card")
-    lengths = range(description.limits.num_speculative_tokens + 1)
-    gain = max(sum(rate**i for i in range(k + 1)) / (1 + k * cost) for k in lengths)
-    return f"one stream is expected to be {gain:.1f} times as fast as without drafts, {basis}"
+    return f"serving {pair}; draft length {length}; {base_url}\n  {curl}"
 
 
 @functools.cache

@@ -1,24 +1,10 @@
 """Prometheus metrics: the counters of a Router and of an Ingress, and the text of `/metrics` with all of them.
 
-Names are vLLM's, so that its dashboards and load tools work. The usual queries:
-
-    acceptance rate          rate(vllm:spec_decode_num_accepted_tokens_total[1m])
-                               / rate(vllm:spec_decode_num_draft_tokens_total[1m])
-    mean acceptance length   1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m])
-                               / rate(vllm:spec_decode_num_drafts_total[1m])
-    acceptance at position   rate(vllm:spec_decode_num_accepted_tokens_per_pos_total[1m])
-                               / ignoring(position) group_left rate(vllm:spec_decode_num_drafts_total[1m])
-    tokens per second        rate(vllm:generation_tokens_total[1m])
-    overhead of a round      (rate(paceline:round_seconds_total[1m]) - rate(paceline:draft_compute_seconds_total[1m])
-                               - rate(paceline:target_compute_seconds_total[1m])) / rate(paceline:rounds_total[1m])
-    waiting for a draft      rate(paceline:run_ahead_wait_seconds_sum[1m])
-                               / rate(paceline:run_ahead_wait_seconds_count[1m]), by outcome: hit or miss
-    prefix cache hit rate    rate(vllm:prefix_cache_hits_total[1m]) / rate(vllm:prefix_cache_queries_total[1m])
-    median time to first     histogram_quantile(0.5, rate(vllm:time_to_first_token_seconds_bucket[1m]))
+Names are vLLM's, so that its dashboards and load tools work. `k8s/components/monitoring` has queries.
 
 Every sample has a label `replica`, Serve's name of the Router or Ingress that counted it, and any Ingress answers for
 all, so scrape one address, such as a load balancer's; gateways that scrape every pod ask for `?scope=local`, its own.
-The queries above are for each replica; for all together, write `sum without (replica) (rate(...))`.
+`sum without (replica) (rate(...))` is of all together.
 
 Counters of rounds and of their times have a label `phase`: prefill where prompts were computed, else decode. As in
 vLLM, `vllm:inter_token_latency_seconds` is the time between two rounds of a sequence, which bring several tokens with
@@ -73,13 +59,7 @@ _FEATURES = {
 
 
 class RouterMetrics:
-    """The metrics of one Router: counts of its own, and those that its engine and workers keep.
-
-    Attributes:
-        num_recoveries: restarts of the target.
-        longest: tokens of the longest choice of each finished request.
-        first_token_s: from a request's arrival to its first token.
-    """
+    """The metrics of one Router: counts of its own, and those that its engine and workers keep."""
 
     def __init__(
         self, engine: Engine, drafter: RemoteDrafter, verifier: RemoteVerifier, *, has_draft: bool = False
@@ -118,10 +98,7 @@ class RouterMetrics:
         return replace(self._drafter.calls), replace(self._verifier.calls)
 
     def observe_round(self, calls: tuple[Calls, Calls], *, round_s: float, delivery_s: float, is_prefill: bool) -> None:
-        """Count a round of `round_s` seconds; `delivery_s` of them for streams after its verdicts.
-
-        `calls` are the counters before the round; `is_prefill` says that it computed prompts.
-        """
+        """Count a round: `delivery_s` of its time came after its verdicts; `calls` were the counters before it."""
         draft, target = self._drafter.calls.since(calls[0]), self._verifier.calls.since(calls[1])
         phase = "prefill" if is_prefill else "decode"
         self._rounds[phase] += 1

@@ -27,10 +27,7 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     """Whether several calls may be required at once (the default)."""
 
     def grammar_source(self, tool_form: ToolForm | None) -> GrammarSource | None:
-        """Return the grammar of a required call in `tool_form`, or else the client's own constraint.
-
-        Raises RequestError if `tool_choice` does not fit the tools, or two fields constrain the text.
-        """
+        """Return the grammar of a required call, or the client's constraint; raise RequestError if they conflict."""
         source = self.text_source()
         is_parallel = self.parallel_tool_calls is not False
         return required_call(self.tool_choice, self.tools, tool_form, is_parallel=is_parallel) or source

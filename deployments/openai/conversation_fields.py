@@ -117,10 +117,7 @@ class ConversationRequest(RequestModel):
         return [] if self.tool_choice == "none" else self.tools or []
 
     def template_variables(self) -> dict[str, Any]:
-        """Return the client's own variables for the chat template.
-
-        Raises RequestError if the last message is to be continued, and another one to be begun.
-        """
+        """Return the variables for the chat template; raise RequestError if an answer is to be continued and begun."""
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message continues the last message, add_generation_prompt begins another",

@@ -111,10 +111,7 @@ def completion_logprobs(
     token_bytes: TokenBytes,
     offsets: TextOffsets,
 ) -> CompletionLogprobs:
-    """Return the log probabilities of the next tokens of a completion.
-
-    `prompt_logprobs` begin at an echoed prompt's second token.
-    """
+    """Return the scores of a completion's next tokens; `prompt_logprobs` begin at an echoed prompt's second token."""
     token_ids, num_echoed = tokens.token_ids, 0
     positions: list[TokenLogprobs | None] = [*(tokens.logprobs or [])]
     if prompt_logprobs is not None:

@@ -211,10 +211,7 @@ class ResponsesRequest(SamplingRequest):
     """Refused: no prompts are stored."""
 
     def to_chat(self) -> ChatCompletionRequest:
-        """Return the equivalent chat completion request.
-
-        Raises RequestError for log probabilities of an answer that may hold calls, an input of thoughts, or a trace.
-        """
+        """Return the equivalent chat completion request; raise RequestError if there is none."""
         self.refuse_trace()
         has_logprobs = LOGPROBS in (self.include or [])
         if has_logprobs and self.tools:

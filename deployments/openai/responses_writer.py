@@ -106,10 +106,7 @@ class Response(ResponseModel):
 
 @dataclass(slots=True, kw_only=True)
 class ResponsesWriter(ChatWriter):
-    """Writes one response; `request` is the chat completion that generates its text.
-
-    The text becomes items: thoughts, messages, and calls of functions. Only the last item can be in progress.
-    """
+    """Writes one response, whose text becomes items: thoughts, messages, calls. Only the last can be in progress."""
 
     END: ClassVar[str] = ""
     REPEATS_ALL: ClassVar[bool] = True

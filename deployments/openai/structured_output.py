@@ -61,8 +61,6 @@ class Thoughts:
     """How a model writes its thoughts and begins its answer.
 
     Attributes:
-        opening: what begins the thoughts.
-        closing: what ends them.
         token_ids: the texts that are tokens of their own.
         answer: what begins the answer, with and without thoughts.
         is_open: whether the prompt has begun them; else the model does so, or leaves them out.

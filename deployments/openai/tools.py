@@ -94,10 +94,7 @@ class ToolForm:
     """The texts that are tokens of their own."""
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return the grammar of one call of these tools or, if parallel, of one or more.
-
-        Schemas are embedded whole, so that references inside them resolve.
-        """
+        """Return the grammar of one call or, if parallel, of several; schemas are embedded whole, as are references."""
         start, end, separator = (literal(text, self.token_ids) for text in (self.start, self.end, self.separator))
         more = f" ({separator} {start} call {end})*" if parallel else ""
         calls = " | ".join(f"call{i}" for i in range(len(tools)))
@@ -142,10 +139,7 @@ class MessageForm:
         return begun if begun.strip() else ""
 
     def thoughts_after(self, prompt: str) -> Thoughts | None:
-        """Return the thoughts that a prompt leaves to come before a constrained answer; None if there are none.
-
-        Raises RequestError if they are delimited by patterns, so that no grammar can follow them.
-        """
+        """Return the thoughts before a constrained answer, if any; raise RequestError if no grammar can follow them."""
         if self.thoughts is None and THOUGHTS & self.template["fields"].keys():
             raise RequestError("this model's answers cannot be constrained: its thoughts are delimited by patterns")
         return self.thoughts and self.thoughts.after(self.begun(prompt))
@@ -230,10 +224,7 @@ def required_call(
     *,
     is_parallel: bool,
 ) -> GrammarSource | None:
-    """Return the calls that a request requires, in the model's form; None if the model decides.
-
-    Raises RequestError if `tool_choice` comes without tools, names another one, or requires what has no grammar.
-    """
+    """Return the calls that a request requires, in the model's form, or None; raise RequestError if it cannot."""
     if choice in (None, "none"):
         return None
     if tools is None or (not tools and choice != "auto"):

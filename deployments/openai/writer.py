@@ -106,10 +106,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The facts about one response that all APIs share.
-
-    The fingerprint is a digest of everything but the request that determines the text.
-    """
+    """The facts about one response that all APIs share; `fingerprint` is that of `ingress/server_info.py`."""
 
     id: str
     model: str

@@ -219,10 +219,7 @@ def _past_call(call: PastCall) -> dict[str, Any]:
 
 
 def past_arguments(text: str) -> dict[str, Any] | str:
-    """Return the arguments of an earlier call as an object, which templates expect.
-
-    It holds as much of a cut call as the model wrote. Arguments that are no JSON object stay text.
-    """
+    """Return an earlier call's arguments, whole or cut, as an object; what is no JSON object stays text."""
     try:
         arguments = from_json(text or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
     except ValueError:

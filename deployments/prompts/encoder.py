@@ -51,10 +51,7 @@ class PromptEncoder:
         self.token_bytes = TokenBytes.of(tokenizer)
 
     async def encode(self, text: str, max_model_len: int, *, adds_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's token ids; an empty text becomes the token that begins, or else ends, a document.
-
-        Raises PromptTooLongError for more characters than the context can hold, RequestError if there is no token.
-        """
+        """Return a prompt's token ids; of no text, the token that begins or ends documents, or RequestError."""
         self._check_length(len(text), max_model_len, "prompt")
         is_long = len(text) > LONG_CHARS
         ids = await self._run(_encode_prompt, text, adds_special_tokens, is_long=is_long)
@@ -71,11 +68,7 @@ class PromptEncoder:
         return await self._run(_encode_prompt, text, False, is_long=len(text) > LONG_CHARS) if text else []
 
     async def encode_chat(self, request: ConversationBody, max_model_len: int) -> list[int]:
-        """Return the token ids of a conversation, up to where the answer starts.
-
-        Raises PromptTooLongError for a field of more characters than the context can hold, RequestError if the template
-        is missing, takes no tools, or refuses the conversation.
-        """
+        """Return a conversation's token ids, up to where the answer starts; raise RequestError if it has none."""
         variables, messages = request.template_variables(), request.messages or []
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")

@@ -58,10 +58,7 @@ class Drafts:
         return Offer(self._id, self._worker.num_leases, self._worker.utilisation)
 
     async def lease(self, worker: str, target: ModelConfig, identity: str, num_rows: int) -> Lease | None:
-        """Lease this worker to a Router, if it has this id; every replica of the pool gets the call.
-
-        Raises TargetError if it has no room, or drafts for another target: during an update, both are there.
-        """
+        """Lease this worker if it has this id; raise TargetError if it has no room, or drafts for another target."""
         if worker != self._id:
             return None
         if target != self._target:
@@ -109,11 +106,7 @@ class Drafts:
 
 
 class ServeLeases:
-    """The draft pool, as a Router sees it.
-
-    Serve would choose a replica by its queue, but calls here are short and a lease is long: so every replica is asked,
-    and the one with the fewest leases is taken.
-    """
+    """The draft pool, as a Router sees it. Every worker is asked, because Serve's queues do not show long leases."""
 
     def __init__(self, drafts: Any, target: ModelConfig) -> None:
         """Take the handle of the pool's deployment, and the target that is drafted for, as the pool knows it."""

@@ -48,14 +48,7 @@ class RoundLoop:
         self._task.add_done_callback(self._fail_streams)
 
     async def generate(self, stream: Stream) -> None:
-        """Admit a request, and return when its last tokens have been sent.
-
-        Raises:
-            RequestError: it does not fit the model; nothing was queued.
-            QueueFullError: too many requests are waiting; nothing was queued.
-            TargetError: the target could not be restarted, or the Ingress was lost.
-            TimeoutError: the request's deadline has passed.
-        """
+        """Admit a request, and return when its last tokens have been sent; raise what ends it before that."""
         self.check()
         self._admit(stream)
         timeout_s = stream.request.timeout_s

@@ -56,10 +56,7 @@ class Router:
     async def __init__(  # type: ignore[misc]
         self, config: GroupConfig, drafts: DeploymentHandle[Any] | None = None
     ) -> None:
-        """Place and load the group; the replica is ready when this returns. Errors as of `SpeculationGroup.start`.
-
-        `drafts` is the handle of the draft pool's deployment, if there is one.
-        """
+        """Place and load the group, as `SpeculationGroup.start` does; `drafts` is the draft pool's handle."""
         self._exit = AsyncExitStack()
         self._leases = None if drafts is None else ServeLeases(drafts, pool_config(config).target)
         set_log_format(config.log_format)
@@ -122,9 +119,6 @@ class Router:
         The call lasts as long as the request, because Serve drains and scales replicas by calls; closing it aborts the
         request. It is a generator, because only then does Serve report at once that a replica has accepted the call,
         and yields once, because gRPC may drop the metadata of a stream without messages.
-
-        Raises:
-            TargetError: the Ingress cannot be reached.
         """
         delivery = self._delivery(inbox)
         try:
@@ -148,10 +142,7 @@ class Router:
         return ReplicaMetrics(self._id, self._metrics.collect())
 
     async def kill(self, process: str) -> bool:
-        """Kill this process (router), or a worker's (draft, target); return whether there is such a process.
-
-        A draft worker of the pool is lost to all its Routers.
-        """
+        """Kill this process (router), or a worker's (draft, target), also of a pool; return whether there is one."""
         if process == "draft" and self._leases is not None:
             return await self._leases.kill(self._group.lease)
         if process != "router":

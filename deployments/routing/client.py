@@ -131,10 +131,7 @@ class ServeRouters:
         return stream is not None and stream.is_movable
 
     def room(self, factor: int = 1) -> float:
-        """Return the number of requests that this Ingress may still send; unlimited until a capacity is known.
-
-        `factor` multiplies what a Router holds.
-        """
+        """Return the requests that may still be sent, if Routers held `factor` times as many; inf at first."""
         return math.inf if self._capacity is None else LOADS.room(factor * self._capacity)
 
     def retry_after_s(self) -> int:

@@ -127,10 +127,7 @@ class RouterLoads:
         return ranked
 
     def queues(self, is_movable: Callable[[str], bool]) -> list[Queue]:
-        """Return the queue of each Router that reports, also of stopped ones.
-
-        `is_movable` tells whether a request of this Ingress may move, if its Router allows it.
-        """
+        """Return the queue of each Router that reports, stopped or not; `is_movable` tells which requests may move."""
         heard = [heard for router in [*self._reports] if (heard := self._heard_of(router))]
         return [self._queue(entry.report, filter(is_movable, entry.report.movable)) for entry in heard]
 
@@ -177,10 +174,7 @@ LOADS = RouterLoads()
 
 
 class QueueDepthRouter(RequestRouter):
-    """Serve's choice of a Router in an Ingress: one that holds the prompt's prefix, or has the shorter queue.
-
-    Serve compares numbers of calls, but one call may have many sequences.
-    """
+    """Serve's choice of a Router: one that holds the prompt's prefix, or has the shorter queue, by sequences."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

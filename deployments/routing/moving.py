@@ -32,10 +32,7 @@ class Queue:
 
 
 def plan_moves(queues: Sequence[Queue], capacity: int) -> list[str]:
-    """Return the requests to move, where one Router holds at most `capacity` sequences.
-
-    Ingresses plan at the same time, so each moves its share.
-    """
+    """Return the requests to move, this Ingress's share, where a Router holds at most `capacity` sequences."""
     depths = [queue.depth for queue in queues if queue.can_serve and not queue.is_stopped]
     if not depths:
         return []

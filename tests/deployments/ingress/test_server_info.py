@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import deployments
 from deployments.config import AppConfig, ingress_config
 from deployments.ingress.server_info import announcement, fingerprint
-from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, ModelInfo
+from engine.config import ModelInfo
 from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 
@@ -59,32 +59,6 @@ async def test_the_log_says_what_is_served_where_and_how_to_try_it(
     assert told in text
     assert "curl -s http://127.0.0.1:8000/v1/completions" in text
     assert f'"model": "{config.model_name}"' in text
-
-
-@pytest.mark.parametrize(
-    ("target", "draft", "ranks", "told"),
-    [
-        (("a", 70e9), ("b", 1e9), 1, "2.2 times as fast as without drafts, if 60% of draft tokens are accepted"),
-        (("a", 70e9), ("b", 1e9), 4, "1.9 times"),
-        (("a", 2e9), ("b", 2e9), 1, "1.0 times"),  # no draft is the best draft
-        (
-            (str(BUNDLED_TARGET), 5.5e6),
-            (str(BUNDLED_DRAFT), 1.2e6),
-            1,
-            "1.8 times as fast as without drafts, by the pair's",
-        ),
-        (("a", 70e9), None, 1, "no gain is predicted"),
-    ],
-)
-async def test_the_log_says_what_speculation_is_expected_to_bring(
-    target: tuple[str, float], draft: tuple[str, float] | None, ranks: int, told: str, routers: LocalRouters
-) -> None:
-    served = await routers.describe()
-    infos = [model and replace(served.target, name=model[0], num_parameters=int(model[1])) for model in (target, draft)]
-    limits = replace(served.limits, num_speculative_tokens=4)
-    description = replace(served, target=infos[0], draft=infos[1], limits=limits)
-    config = ingress_config(AppConfig(tensor_parallel_size=ranks))
-    assert told in announcement(config, description, "http://127.0.0.1:8000")
 
 
 def test_a_fingerprint_changes_with_what_texts_depend_on_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:

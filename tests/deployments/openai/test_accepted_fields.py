@@ -1,6 +1,8 @@
 """Fields that clients send: each through the official client, with the meaning that its description gives."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,13 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
-from deployments.openai.chat import ChatCompletionRequest
-from deployments.openai.completions import CompletionRequest
+import deployments.ingress.ingress  # noqa: F401  # imports every request
 from deployments.openai.conversation_fields import AssistantMessage
-from deployments.openai.responses_request import ResponsesRequest
-from deployments.prompts.tokenization import DetokenizeRequest, TokenizeRequest
+from deployments.openai.types import IGNORED, RequestModel
 from tests.deployments.conftest import client_of
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.openai.clients import CLIENTS, USER
 from tests.deployments.templates import HERMES
-from tests.test_readme import SETTINGS
 
 COMPLETION: Any = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 6}
 CHAT: Any = {"model": "tiny", "messages": USER, "temperature": 0, "max_tokens": 6}
@@ -36,46 +34,22 @@ EVERYWHERE: Any = {
     "metadata": {"a": "b"},
     "stream_options": {"include_obfuscation": False},
 }
-BODIES = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
 
 
-def described_fields(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> set[tuple[str, str]]:
-    """The fields of a JSON schema, as `outer.inner`, and their descriptions."""
-    fields = set()
-    for branch in schema.get("anyOf", []) + schema.get("oneOf", []) + [schema.get("items", {})]:
-        fields |= described_fields(branch, definitions, prefix) if branch else set()
-    if "$ref" in schema:
-        fields |= described_fields(definitions[schema["$ref"].rpartition("/")[2]], definitions, prefix)
-    for name, field in schema.get("properties", {}).items():
-        fields.add((f"{prefix}{name}", field.get("description", "")))
-        fields |= described_fields(field, definitions, f"{prefix}{name}.")
-    return fields
+def test_every_ignored_field_belongs_to_a_class_which_describes_it() -> None:
+    classes = {cls.__name__: cls for cls in subclasses(RequestModel)}
+    for why, row in IGNORED.items():
+        for names, owners in row.items():
+            for name, owner in itertools.product(names.split(), owners.split()):
+                described = classes[owner].model_json_schema()
+                described = described.get("properties") or described["$defs"][owner]["properties"]
+                assert described[name]["description"] == f"Accepted and ignored: {why}."
 
 
-def ignored_fields_table() -> str:
-    """The table as `deployments/README.md` should have it."""
-    fields: dict[str, set[str]] = {}
-    for body in BODIES.values():
-        schema = body.model_json_schema()
-        for name, description in described_fields(schema, schema.get("$defs", {})):
-            description = " ".join(description.split())
-            if description.startswith("Accepted and ignored: "):
-                reason = description.removeprefix("Accepted and ignored: ").removesuffix(".")
-                fields.setdefault(reason, set()).add(f"`{name}`")
-    rows = [f"| {', '.join(sorted(names))} | {reason} |" for reason, names in fields.items()]
-    return "\n".join(["| fields | why |", "|---|---|", *sorted(rows)])
-
-
-def test_the_list_of_ignored_fields_is_the_codes() -> None:
-    assert ignored_fields_table() in SETTINGS
+def subclasses(cls: type) -> Iterator[type[RequestModel]]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from subclasses(below)
 
 
 @pytest.mark.parametrize("client_name", CLIENTS)

@@ -211,7 +211,7 @@ def test_a_tokenizers_own_template_comes_first(caplog: pytest.LogCaptureFixture)
 def hostile(name: str, num_chars: int = 100_000) -> list[str]:
     """Texts of repeated marks and blanks, which slow readers read in a time that grows with their square or cube."""
     family = FAMILIES[name]
-    marks = re.findall(r"<[^<>\s]*>|\[[A-Z_]+\]|\w+", family.answer + family.marks)
+    marks = re.findall(r"<[^<>\s]*>|\[[A-Z_]+\]|\w+", " ".join([family.answer, *family.special]))
     pieces = sorted({*marks, '"', "{", "}", "\\", ":", ";", " ", "\n", '"\\"', '{"', "<", " " * 40, "a" * 40})
     generator = random.Random(name)
     units = ["".join(generator.choices(pieces, k=generator.randint(1, 4))) for _ in range(3)]

@@ -1,10 +1,8 @@
 """The whole path with real processes: the text of the engine, through HTTP, Serve, Ray actors and sockets."""
 
-import asyncio
 import re
 import time
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -79,47 +77,6 @@ def test_a_grammar_holds_on_every_process_of_the_way(client, url, expected, temp
     assert gauge(url, "spec_decode_num_accepted_tokens_total") > kept
 
 
-def test_a_conversation_streams_role_text_and_usage(client):
-    request = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10, "seed": 1}
-    chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert not chunks[-1].choices
-    assert chunks[-1].usage.completion_tokens <= 10
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    assert text == client.chat.completions.create(**request).choices[0].message.content
-
-
-def test_a_message_is_the_chat_completion_of_the_conversation(client, url):
-    conversation = [{"role": "user", "content": "hello"}]
-    chat = client.chat.completions.create(model="tiny", messages=conversation, max_tokens=10, seed=1)
-    claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
-    options = {"model": "tiny", "messages": conversation, "max_tokens": 10, "extra_body": {"seed": 1}}
-    with claude.messages.stream(**options) as stream:
-        assert "".join(stream.text_stream) == chat.choices[0].message.content
-
-
-def test_the_async_client_gets_several_choices(url):
-    async def ask():
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        return await client.completions.create(model="tiny", prompt=[PROMPT, "Else"], n=2, max_tokens=4, logprobs=2)
-
-    response = asyncio.run(ask())
-    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
-    assert all(len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) for choice in response.choices)
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [({"prompt": "a", "top_p": 0}, 400, "top_p"), ({"prompt": "a", "model": "other"}, 404, "model")],
-)
-def test_bad_input_is_refused_by_name(url, body, status, param):
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (status, param)
-    assert error["message"]
-
-
 def test_a_body_over_the_limit_is_refused_chunked_or_not(url):
     def pieces():
         for _ in range(6):
@@ -142,15 +99,3 @@ def test_a_client_that_leaves_frees_its_blocks(client, url, headers):
         time.sleep(0.05)
     assert gauge(url, "num_requests_running") == 0
     assert gauge(url, "kv_cache_usage_perc") == 0
-
-
-def test_salts_share_no_cached_tokens(client):
-    def usage(salt):
-        extra = {"cache_salt": salt}
-        return client.completions.create(model="tiny", prompt=PROMPT * 8, max_tokens=1, extra_body=extra).usage
-
-    answers = [usage(salt) for salt in ("a", "b", "a", "c", "b")]
-    in_full_blocks = (answers[0].prompt_tokens - 1) // 16 * 16
-    cached = [answer.prompt_tokens_details.cached_tokens for answer in answers]
-    assert cached == [0, 0, in_full_blocks, 0, in_full_blocks]
-    assert in_full_blocks > 0

@@ -158,10 +158,7 @@ def _version(*arguments: object) -> str:
 
 
 def surge_percent(num_replicas: int, room: int) -> int:
-    """Return the percentage of replicas that Serve may start before it stops the old ones, within `room`.
-
-    At 0, Serve stops an old replica before it starts a new one; if there is only one, new requests wait meanwhile.
-    """
+    """Return the percentage of replicas that Serve may start before it stops old ones, within `room`; 0 is none."""
     # Serve takes the percentage of the present replicas and rounds up; together they never exceed `room`.
     return min(100, max(0, 100 * (room - num_replicas) // num_replicas))
 

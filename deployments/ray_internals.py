@@ -19,10 +19,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def shutdown_timeout_s() -> float | None:
-    """Return the seconds that Serve gives this replica to finish its requests; None until Serve stops it.
-
-    Serve does not announce a stop, so this reads the state of its replica object.
-    """
+    """Return how long Serve lets this replica finish, as its replica object says; None until Serve stops it."""
     replicas = (getattr(actor, "_replica_impl", None) for actor in global_worker.actors.values())
     stopped = next((replica for replica in replicas if replica is not None and replica._shutting_down), None)
     return None if stopped is None else float(stopped._deployment_config.graceful_shutdown_timeout_s)
@@ -41,10 +38,7 @@ def bind_replica() -> None:
 
 
 async def replica_calls(response: DeploymentBroadcastResponse) -> list[Any]:
-    """Return the call to each replica of a broadcast; each has `get_async()`.
-
-    The public method returns no answer at all if one replica is late.
-    """
+    """Return the call to each replica of a broadcast, with `get_async()`; the public method waits for all of them."""
     calls: list[Any] = await response._fetch_replica_results_async()
     return calls
 
@@ -56,10 +50,7 @@ def base_url() -> str:
 
 
 def with_version(deployment: Deployment, version: str) -> Deployment:
-    """Return the deployment with a version; Serve replaces its replicas when that changes.
-
-    Serve would give all deployments of an application one version, derived from the application's arguments.
-    """
+    """Return the deployment with its own version, not the application's; Serve replaces replicas if it changes."""
     # `serve run` reads the option. A config file's deployment is sent to the controller as `to_proto` returns it.
     versioned = deployment.options(version=version, _internal=True)
     versioned._deployment_config = _VersionedConfig.of(versioned._deployment_config, version)

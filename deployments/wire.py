@@ -171,12 +171,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The error that ends one request. Without an error, the finish reasons of its outputs end it.
-
-    Attributes:
-        error: the name of the error's class.
-        refused_by: the Router, if it refused the request and another one may accept it.
-    """
+    """The error that ends one request, by its class's name; `refused_by` is a Router for which another may stand in."""
 
     request_id: str
     error: str

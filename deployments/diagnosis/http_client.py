@@ -117,10 +117,7 @@ class Metrics(tuple[Any, ...]):
 
 
 def events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield the id and the data of each server-sent event; an event without an id has that of the one before it.
-
-    Lines end at LF or CR LF only: JSON strings may hold the other characters at which httpx splits lines.
-    """
+    """Yield the id and data of each server-sent event; lines end at LF or CR LF only, as JSON may hold other ends."""
     rest, event_id, data = b"", "", ""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")

@@ -44,11 +44,7 @@ class Admission:
         self._open: Counter[str] = Counter()
 
     def check(self, owner: str = "") -> None:
-        """Raise QueueFullError, with the seconds until a retry can succeed, if an owner has no room for a request.
-
-        An owner below the mean of the owners with open requests, itself included, has room as if the Routers held twice
-        as many; the Routers know its exact share.
-        """
+        """Raise QueueFullError if an owner has no room; one below the mean of the open owners has twice the room."""
         is_below_mean = self._open[owner] * len(self._open | {owner: 1}) < self._open.total()
         if len(self._preparing) >= self._routers.room(2 if is_below_mean else 1):
             error = QueueFullError("the queue is full")

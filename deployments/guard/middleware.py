@@ -55,10 +55,7 @@ def request_id_of(headers: Headers) -> str:
 
 
 class SafeHeaders:
-    """Drops Serve's control headers, and gives each request its id and its answer the same.
-
-    Serve accepts any id, however long, and may send its header twice.
-    """
+    """Drops Serve's control headers, and gives each request one safe id and its answer the same."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -56,10 +56,7 @@ class Answer(StreamingResponse):
         self._idle = IdleTimer(KEEP_ALIVE_S)
 
     async def begin(self) -> Response:
-        """Return the response: the whole body once it is complete, or this object, which streams.
-
-        A stream begins with its first tokens, or after `KEEP_ALIVE_S` without any. Errors until then are raised.
-        """
+        """Return the whole body once it is complete, or this object, to stream, once it has tokens or has waited."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close)
             if self._writer.request.stream:

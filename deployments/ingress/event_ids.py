@@ -132,11 +132,7 @@ class EventIds:
         return self._label(events, "c", tuple(self._sent))
 
     def pieces(self, by_choice: Mapping[int, list[RequestOutput]]) -> list[tuple[int, list[RequestOutput]]]:
-        """Return the choices' rounds to write, cut where the last event was; none until all choices are there again.
-
-        Raises:
-            RequestError: the text computed again is another one; a near-tie may have tipped on another processor.
-        """
+        """Return the choices' rounds to write, none until all are there again; raise RequestError if a text differs."""
         last, goals = self._last, self._goals
         if last is None or not goals:
             return list(by_choice.items())

@@ -55,11 +55,7 @@ def version_of(device: str, target: ModelInfo | None, fingerprint: str) -> Versi
 
 
 def fingerprint(config: IngressConfig, target: ModelInfo, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return a digest of everything but the request that determines a text; seeded texts may change with it.
-
-    This is exact for the coupled rule; by other rules, a text also depends on drafts and rounds. On other processors,
-    rounding may tip near-ties.
-    """
+    """Return a digest of all but the request that determines a text: by the coupled rule, and but for near-ties."""
     basis = [
         installed_version(),
         hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),

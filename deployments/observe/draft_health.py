@@ -25,13 +25,7 @@ WHY_PLAIN: Mapping[str, tuple[str, str]] = {
 
 
 class DraftHealth:
-    """Watches the counters of an engine.
-
-    Attributes:
-        problems: which of these there are: `low_acceptance` (fewer than 15 of 100 draft tokens accepted), `unused` (no
-            draft was verified) and `costs_more` (most rounds had none because that is faster at this load, or rounds
-            wait for drafts longer than accepted tokens save).
-    """
+    """Watches an engine's counters; `problems` tells which of `paceline:draft_problem` there are (see the README)."""
 
     def __init__(
         self, stats: SpeculationStats, fallbacks: Counter[str], clock: Callable[[], float] = time.monotonic

@@ -18,14 +18,7 @@ from deployments.openai.conversation_fields import (
 from deployments.openai.sampling_fields import EventOptions, SamplingRequest
 from deployments.openai.structured_output import JsonObjectFormat, JsonSchema, JsonSchemaFormat, TextFormat
 from deployments.openai.tools import ChosenFunction, Function, OfFunctions, PastCall, PastFunction, Tool, ToolChoice
-from deployments.openai.types import (
-    MAX_KEYS,
-    WHOLE,
-    NumAlternatives,
-    RequestModel,
-    at_most,
-    refused,
-)
+from deployments.openai.types import MAX_KEYS, WHOLE, NumAlternatives, RequestModel, at_most, refused
 from engine.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"

@@ -151,10 +151,7 @@ class MessageForm:
         return _load(template).start_anchor_re if self.head else None
 
     def read_call(self, opening: Any, body: str, tools: list[Any]) -> Any:
-        """Return the call or calls in a body after the match of what opens it, with values of the tools' types.
-
-        Raises ValueError, LookupError, TypeError or AttributeError if the body is none.
-        """
+        """Return the calls in a body after what opened it, with values of their tools' types; raise if it is none."""
         from transformers.utils.chat_parsing import parse_response
         from transformers.utils.chat_parsing.content_parsers import process_field
 

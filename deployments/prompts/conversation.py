@@ -63,11 +63,7 @@ class ChatTemplate:
         }
 
     def render(self, tokenizer: Any, request: ConversationRequest, messages: Sequence[ChatMessage]) -> list[Segment]:
-        """Return the rendered messages of a request, up to where the answer starts; `tokenizer` is this thread's.
-
-        Raises RequestError if the template refuses them or leaves out a text, or if a tool, a call or a variable holds
-        a special token.
-        """
+        """Return the messages up to where the answer starts, by this thread's tokenizer, or raise RequestError."""
         variables = request.template_variables()
         for name in sorted(variables.keys() & self._reserved):
             field = f"chat_template_kwargs.{name}"

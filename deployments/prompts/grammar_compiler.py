@@ -40,10 +40,7 @@ _PROCESS = Path(__file__).with_name("grammar_process.py")
 
 
 class GrammarCompiler:
-    """Makes and compiles the grammars of one Ingress, on its own threads.
-
-    It owns one process, started for the first grammar, which forks for each grammar, so that none waits for another.
-    """
+    """Makes and compiles grammars on threads of its own, and in one process, which forks for each grammar."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -54,11 +51,7 @@ class GrammarCompiler:
         self._check_once = lru_cache(_NUM_REMEMBERED)(self._check)
 
     async def compile(self, source: GrammarSource, salt: str | None = None) -> str:
-        """Return the grammar of a source, which is compiled again for each salt, here and in workers.
-
-        Raises RequestError, which names the field, if it is too long, is no grammar, takes too long to compile, or this
-        model cannot follow one; CapacityError if the compiling process does not start or answer.
-        """
+        """Return a source's grammar, compiled for each salt; raise RequestError, or CapacityError without a process."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source, salt)
 
     def _compile(self, source: GrammarSource, salt: str | None) -> str:

@@ -63,11 +63,7 @@ def sampling_params(request: Request, model: ModelLimits, *, max_n: int) -> Samp
 def fit(
     params: SamplingParams, request: Request, prompts: list[list[int]], model: ModelLimits
 ) -> tuple[list[list[int]], SamplingParams]:
-    """Return the prompts, truncated if requested, and the parameters with as many tokens as fit after them.
-
-    Raises PromptTooLongError if fewer fit than the request asks for, RequestError if the truncated length is zero or
-    beyond the room, the prompts' log probabilities are too many, or one prediction has several prompts.
-    """
+    """Return prompts, truncated if requested, and parameters that fit the context; raise RequestError if none do."""
     is_chat = isinstance(request, ChatCompletionRequest)
     field = "messages" if is_chat else "prompt"
     max_tokens, name = _max_tokens_of(request)

@@ -184,10 +184,7 @@ def _shows(reads: TemplateInput, render: Render, entries: Sequence[Entry], tools
 
 
 def arrange(reads: TemplateInput, render: Render, entries: Sequence[Entry], tools: Sequence[Entry]) -> Sequence[Entry]:
-    """Return messages as they came or, if a template does not show all of them, in the first arrangement that it does.
-
-    Raises RequestError if it leaves out something in every arrangement, FAILURES if it refuses them as they came.
-    """
+    """Return messages in the first arrangement that a template shows whole; else raise RequestError or FAILURES."""
     marks = Marks()
     marked, marked_tools = marks.messages(entries), reads.tools(marks.tools(tools))
     refusals = []

@@ -158,10 +158,7 @@ class Router:
 
     def record_autoscaling_stats(self) -> dict[str, int]:
         """Report the queue depth to Serve's autoscaler, and whether the target is down."""
-        return {
-            NUM_REQUESTS: self._engine.num_requests,
-            IS_RECOVERING: int(not self._group.is_available),
-        }
+        return {NUM_REQUESTS: self._engine.num_requests, IS_RECOVERING: int(not self._group.is_available)}
 
     def _delivery(self, address: InboxAddress) -> Delivery:
         """Return the connection to an inbox; connect if there is none, or if it is lost."""

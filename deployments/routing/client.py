@@ -220,10 +220,7 @@ class RouterCall:
 
 
 async def ask_all(handle: Any, method: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
-    """Return each listed replica's answer, or its exception: TimeoutError if it is late.
-
-    Serve's public call returns no answers at all if one replica is late.
-    """
+    """Return each listed replica's answer or exception, TimeoutError if it is late, which Serve's own call hides."""
     response = handle.broadcast(method, *args)  # which passes the replica's queue by
     try:
         async with asyncio.timeout(timeout_s):

@@ -43,11 +43,7 @@ def problem_of(routers: Sequence[Heard]) -> str | None:
 
 
 class RouterLoads:
-    """The running Routers, their last reports, and this Ingress's requests there.
-
-    All numbers of requests count each choice of a request, as Routers do. A lock guards them, because Serve chooses
-    Routers in another thread.
-    """
+    """The running Routers, their reports, and this Ingress's sequences there; locked, as Serve chooses in a thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.routers: frozenset[str] = frozenset()

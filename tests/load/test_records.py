@@ -1,8 +1,11 @@
-"""Latencies of one request, and whether it keeps an SLO."""
+"""Latencies of one request, whether it keeps an SLO, and figures of many."""
+
+import json
 
 import pytest
 
 from tests.load.records import Acceptance, Record, Slo
+from tests.load.summary import Distribution, summarize
 
 
 def record(*chunks: tuple[float, int], scheduled_s: float = 1.0, sent_s: float = 1.0) -> Record:
@@ -60,3 +63,23 @@ def test_the_slowest_token_counts_for_itl() -> None:
     stalled = Record(0, "d", 0.0, 0.0, chunks=[(0.1, 1), (0.2, 2), (1.2, 3)], num_tokens=3)
     assert Slo((("itl", 1001.0),), 1.0).is_good(stalled)
     assert not Slo((("itl", 999.0),), 1.0).is_good(stalled)
+
+
+def test_percentiles_are_interpolated_and_in_milliseconds() -> None:
+    found = Distribution.of([i / 1000 for i in range(101)])
+    assert found is not None
+    assert (found.p50, found.p90, found.p99, found.max, found.mean) == pytest.approx((50, 90, 99, 100, 50))
+    assert Distribution.of([]) is None
+
+
+def test_turns_are_added_and_the_time_between_them_is_not() -> None:
+    turns = [answered(1.0, tpot_s=0.1), answered(1.0, tpot_s=0.1)]
+    turns[1].turn, turns[1].chunks = 1, [(time_s + 100, count) for time_s, count in turns[1].chunks]
+    turns[1].scheduled_s = turns[1].sent_s = 100.0
+    for turn in turns:
+        turn.end_s = turn.chunks[-1][0]
+    figures = summarize(turns, None)
+    assert (figures.duration_s, figures.requests_per_s) == pytest.approx((4.0, 0.5))
+    failed = answered(1.0, outcome="503")
+    assert summarize([failed], None).latencies_ms["ttft"] is None
+    json.dumps(summarize([failed], Slo((("ttft", 1.0),), 0.9)).as_json())

@@ -18,14 +18,7 @@ from uvicorn.server import ServerState
 
 from deployments.config import AppConfig, Limits
 from deployments.guard.body import Bodies
-from deployments.guard.middleware import (
-    OPEN_ROUTES,
-    REQUEST_ID,
-    SERVE_HEADERS,
-    SafeHeaders,
-    middlewares,
-    request_id_of,
-)
+from deployments.guard.middleware import OPEN_ROUTES, REQUEST_ID, SERVE_HEADERS, SafeHeaders, middlewares, request_id_of
 from engine.errors import TargetError
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
@@ -298,13 +291,9 @@ def test_a_safe_id_is_the_clients(sent: str) -> None:
     assert request_id_of([(b"X-Request-Id", sent.encode())]) == sent
 
 
-@pytest.mark.parametrize("sent", ["", "x" * 129, "a b", 'a"b', "a\x1b[31m", "a,b", "\xe9"])
-def test_an_unsafe_id_is_replaced(sent: str) -> None:
-    assert MADE.fullmatch(request_id_of([(b"x-request-id", sent.encode("latin-1"))]))
-
-
-def test_several_ids_are_none() -> None:
-    assert MADE.fullmatch(request_id_of([(b"x-request-id", b"a"), (b"X-Request-ID", b"b")]))
+@pytest.mark.parametrize("sent", [[""], ["x" * 129], ["a b"], ['a"b'], ["a\x1b[31m"], ["a,b"], ["\xe9"], ["a", "b"]])
+def test_an_unsafe_id_is_replaced_and_so_are_several(sent: list[str]) -> None:
+    assert MADE.fullmatch(request_id_of([(b"x-request-id", text.encode("latin-1")) for text in sent]))
 
 
 async def test_every_answer_has_one_id(client: httpx.AsyncClient) -> None:

@@ -7,7 +7,9 @@ Series have a label `replica` instead of `engine`; with all engines, `engine=~".
 """
 
 import re
+from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.observe.metrics import IngressMetrics, ReplicaMetrics, RouterMetrics, exposition
@@ -242,31 +244,34 @@ async def test_waits_for_drafts_are_told_apart_by_outcome() -> None:
     await rig.loop.stop()
 
 
-async def test_fallbacks_are_counted_by_reason() -> None:
-    rig = Rig()
-    rig.remote_drafter.fallbacks["absent"] = 3
-    text = text_of(rig.metrics)
-    assert 'paceline:drafter_fallbacks_total{model_name="tiny",reason="absent",replica="a"} 3.0' in text
-    await rig.loop.stop()
-
-
-async def test_features_of_a_head_on_the_draft_worker_are_counted() -> None:
+@pytest.mark.parametrize(
+    ("counter", "counts", "lines"),
+    [
+        ("fallbacks", {"absent": 3}, ['drafter_fallbacks_total{model_name="tiny",reason="absent",replica="a"} 3.0']),
+        (
+            "features",
+            {"bytes": 4096, "waited": 2},
+            [
+                'feature_bytes_total{model_name="tiny",replica="a"} 4096.0',
+                'feature_waited_total{model_name="tiny",replica="a"} 2.0',
+            ],
+        ),
+        (
+            "unprepared",
+            {"compiled": 2, "not_recorded": 0},
+            [
+                'unprepared_total{kind="compiled",model_name="tiny",process="draft",replica="a"} 2.0',
+                'unprepared_total{kind="not_recorded",model_name="tiny",process="draft",replica="a"} 0.0',
+            ],
+        ),
+    ],
+)
+async def test_what_the_draft_worker_counts_is_shown(counter: str, counts: Any, lines: list[str]) -> None:
     rig = Rig()
     assert "paceline:feature" not in text_of(rig.metrics)
-    rig.remote_drafter.features = {"bytes": 4096, "waited": 2, "missing": 1}
+    setattr(rig.remote_drafter, counter, counts)
     text = text_of(rig.metrics)
-    for kind, count in rig.remote_drafter.features.items():
-        assert f'paceline:feature_{kind}_total{{model_name="tiny",replica="a"}} {float(count)}' in text
-    await rig.loop.stop()
-
-
-async def test_what_rounds_waited_for_is_counted_by_process_and_kind() -> None:
-    rig = Rig()
-    rig.remote_drafter.unprepared = {"compiled": 2, "not_recorded": 0}
-    text = text_of(rig.metrics)
-    for kind, count in (("compiled", 2.0), ("not_recorded", 0.0)):
-        labels = f'{{kind="{kind}",model_name="tiny",process="draft",replica="a"}}'
-        assert f"paceline:unprepared_total{labels} {count}" in text
+    assert all(f"paceline:{line}" in text for line in lines)
     await rig.loop.stop()
 
 

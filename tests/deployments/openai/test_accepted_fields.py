@@ -85,22 +85,6 @@ async def test_calls_come_back_with_empty_contents_and_others_signatures(routers
     assert bodies[0] == bodies[1]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("length_penalty", 1.5),
-        ("best_of", True),
-        ("use_beam_search", 0),
-        ("use_beam_search", True),
-        ("max_completion_tokens", 5),
-    ],
-)
-async def test_what_asks_for_something_is_refused_by_name(client: httpx.AsyncClient, field: str, value: Any) -> None:
-    response = await client.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 6, field: value})
-    assert response.status_code == 400
-    assert field in response.json()["error"]["message"]
-
-
 async def test_ignored_fields_change_nothing(sdk: openai.AsyncOpenAI) -> None:
     fields = {name: value for name, value in EVERYWHERE.items() if name != "stream_options"}
     completion = await sdk.completions.create(**COMPLETION)

@@ -3,7 +3,6 @@
 import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -40,25 +39,13 @@ async def test_a_conversation_takes_all_the_room_unless_told(client: httpx.Async
     assert routers.last.params.max_tokens == 512 - len(routers.last.prompts[0])
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-    ],
-)
-async def test_a_bad_conversation_is_refused(
-    client: httpx.AsyncClient, fields: dict[str, Any], param: str | None
-) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], **fields}
-    response = await client.post("/v1/chat/completions", json=body)
-    error = response.json()["error"]
-    assert response.status_code == 400, error
-    assert error["param"] == param or (param is None and error["param"].startswith("messages.0.content.0")), error
+async def test_token_ids_come_when_asked_and_those_of_the_prompt_once(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    chunks = await events(client, "/v1/chat/completions", messages=messages, return_token_ids=True)
+    assert ["prompt_token_ids" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    assert sum(len(chunk["choices"][0].get("token_ids") or []) for chunk in chunks) == 8
+    for chunk in await events(client, "/v1/chat/completions", messages=messages, return_token_ids=False):
+        assert "token_ids" not in chunk["choices"][0]
 
 
 def test_a_call_has_an_id_of_its_own_that_depends_on_the_answer_alone() -> None:

@@ -112,25 +112,6 @@ async def test_thoughts_go_where_the_template_puts_them(http: httpx.AsyncClient,
     assert await prompt(http, routers, messages) == shown
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
-        ({"chat_template_kwargs": {"tone": "<|end|>"}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tone": "x" * 10_000}}, "chat_template_kwargs"),
-        ({"reasoning_effort": "some"}, "reasoning_effort"),
-        ({"chat_template": "x"}, "chat_template"),
-    ],
-)
-async def test_what_a_request_may_not_say_is_refused_by_name(
-    http: httpx.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
-    for path in ("/v1/chat/completions", "/tokenize"):
-        response = await http.post(path, json={"messages": USER, **fields})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
-
 CALL = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
 MESSAGES: TypeAdapter[ChatMessage] = TypeAdapter(ChatMessage)
 

@@ -73,33 +73,6 @@ async def test_a_stream_has_openais_events_in_order(sdk: openai.AsyncOpenAI) -> 
     assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_output_tokens": 600}, "max_output_tokens"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
-        ({"input": [{"role": "assistant", "content": "x"}]}, "input"),
-        ({"input": "x" * 2000}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"model": "other"}, "model"),
-        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "mouse"}}}}, "text.format.schema"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_the_name_it_has_here(
-    client: httpx.AsyncClient, fields: dict[str, Any], param: str | None
-) -> None:
-    response = await client.post("/v1/responses", json={"input": "x", **fields})
-    assert response.status_code == (404 if param == "model" else 400), response.text
-    error = response.json()["error"]
-    assert param is None or error["param"] == param
-    assert "messages" not in error["message"]
-    assert "response_format" not in error["message"]
-
-
 async def test_an_error_event_has_openais_fields(client: httpx.AsyncClient, routers: LocalRouters) -> None:
     routers.error = TargetError("the target is gone")
     response = await client.post("/v1/responses", json={"input": "x", "stream": True})

@@ -14,8 +14,7 @@ from deployments.openai.structured_output import Thoughts
 from engine.params import SamplingParams
 from engine.sampling.grammar import Grammars
 from tests.deployments.conftest import make_sdk
-from tests.deployments.fakes import LocalRouters
-from tests.deployments.requests import error_of, text_of
+from tests.deployments.requests import text_of
 from tests.deployments.thinking import BIAS, ONE
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.grammars import GRAMMARS, matches
@@ -77,47 +76,6 @@ async def test_the_openai_client_gets_the_requested_format(client: httpx.AsyncCl
 
 
 MESSAGES = [{"role": "user", "content": "x"}]
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "message"),
-    [
-        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex, choice"),
-        ({"structured_outputs": {"grammar": "hello"}}, "structured_outputs.grammar", "neither Lark nor GBNF"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
-        ({"structured_outputs": {"json": "3"}}, "structured_outputs.json", "is an object"),
-        ({"structured_outputs": {"json": {"type": "mouse"}}}, "structured_outputs.json", "mouse"),
-        ({"structured_outputs": {"json": {"$ref": "http://localhost/"}}}, "structured_outputs.json", "not present"),
-        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "70,000 characters, at most"),
-        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "cannot be combined with a grammar"),
-        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "cannot be combined with a grammar"),
-        ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
-        (
-            {"messages": MESSAGES, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-            "with a response_format",
-        ),
-        (
-            {
-                "messages": MESSAGES,
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
-                },
-            },
-            "response_format.json_schema.schema",
-            "uniqueItems",
-        ),
-    ],
-)
-async def test_a_format_that_cannot_be_followed_is_refused_by_name(
-    body: dict[str, Any], param: str, message: str, client: httpx.AsyncClient, routers: LocalRouters
-) -> None:
-    error = await error_of(client, **body)
-    assert message in error["message"]
-    assert error["param"] == param
-    assert routers.last is None
 
 
 IDS = json_tokenizer().get_vocab()

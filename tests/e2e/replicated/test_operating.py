@@ -87,19 +87,6 @@ def test_every_scrape_shows_both_routers(server: Server, url: str) -> None:
     wait_for(lambda: agreed(url, "vllm:generation_tokens_total") == before + 5 * NUM_SCRAPES)
 
 
-@pytest.mark.parametrize("sent", ["mine-1", None, "x" * 200, "two words"])
-def test_an_answer_has_one_request_id(url: str, sent: str | None) -> None:
-    headers = {} if sent is None else {"x-request-id": sent}
-    for path, status in (("/live", 200), ("/nowhere", 404)):
-        response = httpx.get(f"{url}{path}", headers=headers, timeout=30)
-        assert response.status_code == status
-        [received] = response.headers.get_list("x-request-id")
-        assert (received == sent) == (sent == "mine-1")
-        assert re.fullmatch(r"[\w-]{1,64}", received)
-        if status == 404:
-            assert response.json()["error"]["request_id"] == received
-
-
 def check_that_nothing_but_readiness_is_lost(url: str) -> None:
     wait_for(lambda: all_know(url, 0))
     health = get(url, "/health")

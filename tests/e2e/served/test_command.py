@@ -1,6 +1,5 @@
 """`paceline` against the bundled pair, as in a pipe."""
 
-import json
 import subprocess
 import sys
 
@@ -26,11 +25,3 @@ def test_a_text_is_continued_as_the_api_does(server: Server) -> None:
     body = {"prompt": "Call me", "max_tokens": 24, "seed": 1, "temperature": 0.7}
     text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
     assert paceline("complete", "Call me", *words) == f"{text}\n"
-
-
-def test_a_conversation_has_the_same_text_without_speculation(server: Server) -> None:
-    lines = ["/seed 4", "/temperature 0.7", "Hello.", "/speculation off", "/reset", "Hello."]
-    answers = paceline("chat", "--url", server.url, "--max-tokens", "16", typed="\n".join(lines))
-    body = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 16, "seed": 4, "temperature": 0.7}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]
-    assert answers == 2 * f"{answer['content']}\n", json.dumps(answers)

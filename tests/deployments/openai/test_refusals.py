@@ -1,0 +1,159 @@
+"""What a request may not say, at each door: refused by a sentence that names the field, before a Router hears of it.
+
+Some rows are what the suites of vLLM, llama.cpp and SGLang refuse, too.
+"""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deployments.fakes import LocalRouters
+
+USER: Any = [{"role": "user", "content": "x"}]
+IMAGE: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+LONG: Any = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}] * 100
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+MOUSE = {"type": "json_schema", "schema": {"type": "mouse"}}
+UNIQUE = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
+BODIES: dict[str, Any] = {
+    "/v1/completions": {"prompt": "abc", "max_tokens": 8},
+    "/v1/chat/completions": {"messages": USER, "max_tokens": 8},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": USER, "max_tokens": 3},
+    "/tokenize": {"messages": USER},
+}
+OTHER_NAMES = {"/v1/responses": ("messages", "response_format"), "/v1/messages": ("stop_strings", "response_format")}
+"""Of fields that these requests do not have."""
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
+    "/v1/completions": [
+        ({"prompt": []}, "prompt", ""),
+        ({"prompt": [[]]}, "prompt.0", ""),
+        ({"prompt": [999]}, "prompt", ""),
+        ({"prompt": "a" * 600}, "prompt", ""),
+        ({"prompt": "a" * 100_000}, "prompt", ""),
+        ({"prompt": "\ud800"}, "", ""),
+        ({"\ud800": 1}, "", ""),
+        ({"suffix": "x"}, "suffix", ""),
+        ({"best_of": 2}, "best_of", ""),
+        ({"max_tokens": 0}, "max_tokens", ""),
+        ({"max_tokens": 510}, "max_tokens", ""),
+        ({"min_tokens": 9}, "min_tokens", ""),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", ""),
+        ({"n": 9}, "n", ""),
+        ({"stop_token_ids": [259]}, "stop_token_ids", "259, the model's ids end at 258"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", ""),
+        ({"logit_bias": {"259": 1}}, "logit_bias", "0 to 258: '259'"),
+        ({"logit_bias": {"bad1": 5, "bad2": 2}}, "logit_bias", "'bad1', 'bad2'"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", ""),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
+        ({"speculative": {"num_speculative_tokens": 5}}, "speculative.num_speculative_tokens", ""),
+        ({"speculative": {"enabled": False, "num_speculative_tokens": 2}}, "speculative.num_speculative_tokens", ""),
+        ({"speculative": {"enabled": False, "fixed": True}}, "speculative.fixed", ""),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex, choice"),
+        ({"structured_outputs": {"grammar": "hello"}}, "structured_outputs.grammar", "neither Lark nor GBNF"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        ({"structured_outputs": {"json": "3"}}, "structured_outputs.json", "is an object"),
+        ({"structured_outputs": {"json": {"type": "mouse"}}}, "structured_outputs.json", "mouse"),
+        ({"structured_outputs": {"json": {"$ref": "http://localhost/"}}}, "structured_outputs.json", "not present"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "70,000 characters, at most"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "cannot be combined with a grammar"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "cannot be combined with a grammar"),
+    ],
+    "/v1/chat/completions": [
+        ({"messages": []}, "messages", ""),
+        ({"messages": IMAGE}, None, "messages.0.content.0"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", ""),
+        ({"messages": LONG}, "messages", "512"),
+        ({"messages": [{"role": "user", "content": "hello " * 84}]}, "messages", "512"),
+        ({"max_tokens": 1200}, "max_tokens", "1,200"),
+        ({"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens 5"),
+        ({"top_logprobs": 2}, "top_logprobs", ""),
+        ({"tool_choice": "auto"}, "tool_choice", ""),
+        ({"cache_salt": ""}, "cache_salt", ""),
+        ({"length_penalty": 1.5}, "length_penalty", ""),
+        ({"best_of": True}, "best_of", ""),
+        ({"use_beam_search": 0}, "use_beam_search", ""),
+        ({"use_beam_search": True}, "use_beam_search", ""),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "with a response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": UNIQUE}},
+            "response_format.json_schema.schema",
+            "uniqueItems",
+        ),
+    ],
+    "/v1/responses": [
+        ({"max_output_tokens": 600}, "max_output_tokens", ""),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", ""),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None, ""),
+        ({"input": [{"role": "assistant", "content": "x"}]}, "input", ""),
+        ({"input": "x" * 2000}, "input", ""),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", ""),
+        ({"background": True}, "background", ""),
+        ({"conversation": "conv_1"}, "conversation", ""),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", ""),
+        ({"model": "other"}, "model", ""),
+        ({"text": {"format": {"name": "n", **MOUSE}}}, "text.format.schema", ""),
+    ],
+    "/v1/messages": [
+        ({"max_tokens": None}, None, "max_tokens"),
+        ({"max_tokens": 0}, None, "max_tokens is 0"),
+        (part(type="image", source={"type": "url", "url": "x"}), None, "messages.0.content.0.type is 'image'"),
+        (part(type="document", source={}), None, "messages.0.content.0.type is 'document'"),
+        ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, None, "tools.0.type is 'web_search_20250305'"),
+        ({"tool_choice": {"type": "any"}}, None, "tool_choice is only allowed with tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, None, "tool_choice names 'g'"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            None,
+            "context_management.edits.0.type is 'clear_tool_uses_20250919'",
+        ),
+        ({"output_config": {"format": MOUSE}}, None, "output_config.format.schema"),
+        ({"stop_sequences": ["a"] * 5}, None, "stop_sequences"),
+        ({"mcp_servers": []}, None, "mcp_servers is not a field"),
+        ({"speculative": {"trace": True}}, None, "speculative.trace is not available here"),
+        ({"n": 2}, None, "n is not a field"),
+        ({"max_tokens": 510}, None, "max_tokens is 510, messages has"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, None, "the chat template refuses the messages"),
+    ],
+}
+CONVERSATION: list[tuple[Any, str | None, str]] = [
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ""),
+    ({"chat_template_kwargs": {"tone": "<|end|>"}}, "chat_template_kwargs", ""),
+    ({"chat_template_kwargs": {"tone": "x" * 10_000}}, "chat_template_kwargs", ""),
+    ({"reasoning_effort": "some"}, "reasoning_effort", ""),
+    ({"chat_template": "x"}, "chat_template", ""),
+]
+ROWS = [(path, *row) for path, rows in REFUSED.items() for row in rows]
+ROWS += [(path, *row) for path in ("/v1/chat/completions", "/tokenize") for row in CONVERSATION]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "words"), ROWS)
+async def test_what_a_request_may_not_say_is_refused_by_name(
+    client: httpx.AsyncClient, routers: LocalRouters, path: str, fields: Any, param: str | None, words: str
+) -> None:
+    """An empty `param` is null; None is any."""
+    body = json.dumps({**BODIES[path], **fields})
+    response = await client.post(path, content=body, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert response.status_code == (404 if param == "model" else 400), error
+    assert param is None or error["param"] == (param or None), error
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert words in error["message"]
+    assert not any(name in error["message"] for name in OTHER_NAMES.get(path, ()))
+    assert routers.last is None

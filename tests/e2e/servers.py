@@ -137,6 +137,17 @@ def serving(log: Path, *settings: str, wrap: Callable[[list[str]], list[str]] = 
         server.kill()
 
 
+async def stream_choices(client: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices of all chunks of a completion that streams to its end."""
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+        events = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    chunks = list(map(json.loads, events))
+    assert all("error" not in chunk for chunk in chunks), chunks[-1]
+    return [choice for chunk in chunks for choice in chunk["choices"]]
+
+
 def descendants(title: str, pid: int | None = None) -> list[psutil.Process]:
     """Return the processes below a process, by default this one, whose command line contains a title."""
     running = psutil.Process(pid).children(recursive=True)

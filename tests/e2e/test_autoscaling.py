@@ -1,7 +1,6 @@
 """Replicas follow the load: real Serve, tiny models, more logical CPUs than cores. The tests share one service."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from ray import serve
 from deployments.builder import app
 from deployments.config import AppConfig, Autoscaling
 from tests.e2e.replicas import router_details, routers, wait_until
-from tests.e2e.servers import serve_on_ray
+from tests.e2e.servers import serve_on_ray, stream_choices
 from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -67,13 +66,10 @@ async def streams_per_router() -> list[int]:
 
 async def stream(client: httpx.AsyncClient, seed: int) -> str:
     """Return the text of a whole stream."""
-    body = {"prompt": "A", "max_tokens": STREAM_TOKENS, "seed": seed, "ignore_eos": True, "stream": True}
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        events = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
-    assert events.pop() == "[DONE]"
-    chunks = [json.loads(event)["choices"][0] for event in events]
-    assert chunks[-1]["finish_reason"] == "length"
-    return "".join(chunk["text"] for chunk in chunks)
+    body = {"prompt": "A", "max_tokens": STREAM_TOKENS, "seed": seed, "ignore_eos": True}
+    choices = await stream_choices(client, body)
+    assert choices[-1]["finish_reason"] == "length"
+    return "".join(choice["text"] for choice in choices)
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """Requests that wait move to a Router that has come, and off one that is stopped; their texts stay the same."""
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from ray import serve
 from deployments.builder import app
 from deployments.config import AppConfig
 from tests.e2e.replicas import router_details, wait_until
-from tests.e2e.servers import serve_on_ray
+from tests.e2e.servers import serve_on_ray, stream_choices
 from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -68,14 +67,9 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 async def stream(client: httpx.AsyncClient, seed: int, num_tokens: int) -> str:
     """Return the text of a whole stream."""
-    text = ""
-    async with client.stream("POST", "/v1/completions", json=body(seed, num_tokens)) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                choice = json.loads(line.removeprefix("data: "))["choices"][0]
-                text += choice["text"]
-    assert choice["finish_reason"] == "length"
-    return text
+    choices = await stream_choices(client, body(seed, num_tokens))
+    assert choices[-1]["finish_reason"] == "length"
+    return "".join(choice["text"] for choice in choices)
 
 
 @asynccontextmanager

@@ -1,7 +1,6 @@
 """A changed configuration, draft or target under a client that never stops: no request fails, and no text changes."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
 from deployments.local.environment import serve_environment
-from tests.e2e.servers import serve_on_ray
+from tests.e2e.servers import serve_on_ray, stream_choices
 from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -112,13 +111,8 @@ async def complete(client: httpx.AsyncClient, seed: int, *, stream: bool, max_to
         assert response.status_code == 200, response.text
         return [choice["text"] for choice in response.json()["choices"]]
     texts = [""] * int(sent["n"])
-    async with client.stream("POST", "/v1/completions", json=sent) as response:
-        assert response.status_code == 200, await response.aread()
-        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    for event in map(json.loads, lines):
-        assert "error" not in event, event
-        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    for choice in await stream_choices(client, sent):
+        texts[choice["index"]] += choice["text"]
     return texts
 
 

@@ -30,7 +30,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "Forecast", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "clock"}},
 ]
-FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
 USER: Any = {"role": "user", "content": "What is the weather in Bern?"}
 OPTIONS: Any = {"model": "paceline", "messages": [USER], "tools": TOOLS, "temperature": 0.7, "max_tokens": 160}
 
@@ -79,17 +78,3 @@ async def test_a_call_that_is_required_fits_its_schema(sdk: openai.AsyncOpenAI, 
         assert [(c.function.name, c.function.arguments) for c in streamed.message.tool_calls or []] == [
             (call.function.name, call.function.arguments)
         ]
-
-
-async def test_responses_call_and_take_results_too(sdk: openai.AsyncOpenAI) -> None:
-    options: Any = {"model": "paceline", "tools": FLAT, "temperature": 0.7, "max_output_tokens": 160}
-    options["extra_body"] = {"seed": 0}
-    asked: Any = {"input": [USER], "tool_choice": {"type": "function", "name": "weather"}}
-    response = await sdk.responses.create(**options, **asked)
-    (call,) = response.output
-    assert call.type == "function_call"
-    check(call)
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    history: Any = [USER, call.model_dump(exclude_none=True), result]
-    answer = await sdk.responses.create(**{**options, "max_output_tokens": 12}, input=history)
-    assert answer.output_text

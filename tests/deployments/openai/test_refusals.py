@@ -15,6 +15,7 @@ USER: Any = [{"role": "user", "content": "x"}]
 IMAGE: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
 LONG: Any = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}] * 100
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 MOUSE = {"type": "json_schema", "schema": {"type": "mouse"}}
 UNIQUE = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
 BODIES: dict[str, Any] = {
@@ -78,6 +79,14 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens 5"),
         ({"top_logprobs": 2}, "top_logprobs", ""),
         ({"tool_choice": "auto"}, "tool_choice", ""),
+        ({"tools": TOOLS}, "tools", ""),
+        ({"tool_choice": "required"}, "tool_choice", ""),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", ""),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", ""),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", ""),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", ""),
+        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id", ""),
+        ({"messages": [*USER, {"role": "user"}]}, "messages.1.content", ""),
         ({"cache_salt": ""}, "cache_salt", ""),
         ({"length_penalty": 1.5}, "length_penalty", ""),
         ({"best_of": True}, "best_of", ""),

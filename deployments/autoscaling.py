@@ -25,11 +25,7 @@ _PUSH_INTERVAL_S = 0.4
 
 
 class QueueDepthPolicy:
-    """Chooses the number of replicas; Serve applies bounds and delays. It runs in Serve's controller.
-
-    The current number includes starting replicas but no draining ones. Replicas that restart their target are counted
-    on top of what the load needs.
-    """
+    """Chooses the number of replicas, in Serve's controller; those that restart their target come on top of it."""
 
     def __init__(self, requests_per_replica: int) -> None:
         self._requests_per_replica = requests_per_replica

@@ -132,10 +132,7 @@ def _draft_pool(settings: PoolSize, group: GroupConfig, num_gpus: float, watched
 
 
 def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> None:
-    """Raise ModelError if models cannot be served, before Serve tries to start replicas again and again.
-
-    The bundled models are not checked, because that imports torch, nor models that may be on other nodes only.
-    """
+    """Raise ModelError if models cannot be served, before Serve tries again and again; bundled or absent ones pass."""
     if {pair.target_model, pair.draft_model} <= {"auto", "bundled", "bundled-head", "none"}:
         return
     target, draft = open_model(group.target), None if group.draft is None else open_model(group.draft)

@@ -44,10 +44,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def request_id_of(headers: Headers) -> str:
-    """Return the id in the headers, or a new one if they hold none, several or an unsafe one.
-
-    Answers, error bodies and Serve's log lines have it. KV blocks and cached prefixes have other ids, made here.
-    """
+    """Return the id in the headers, or a new one if they hold none, several or an unsafe one; engines have others."""
     sent = [value for name, value in headers if name.lower() == REQUEST_ID]
     if len(sent) == 1 and re.fullmatch(SAFE_ID.encode(), sent[0]):
         return sent[0].decode()

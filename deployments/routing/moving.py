@@ -17,11 +17,9 @@ class Queue:
     """The queue of one Router.
 
     Attributes:
-        depth: sequences that run or wait.
         movable: requests of this Ingress that may move, with their numbers of sequences, newest first.
         share: this Ingress's fraction of the queue.
         is_stopped: it accepts no more requests.
-        can_serve: the target runs.
     """
 
     depth: int

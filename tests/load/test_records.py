@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.load.records import Acceptance, Record, Slo
+from tests.load.records import Record, Slo
 from tests.load.summary import Distribution, summarize
 
 
@@ -28,12 +28,6 @@ def test_time_per_token_leaves_the_first_token_out() -> None:
 def test_the_time_between_chunks_is_shared_by_their_tokens() -> None:
     assert record((2.0, 2), (3.0, 4), (6.0, 5)).itl_s == [0.5, 0.5, 3.0]
     assert record((2.0, 0), (3.0, 0)).itl_s == []  # the server does not count by chunk
-
-
-def test_acceptance_is_counted_as_vllm_does() -> None:
-    counts = Acceptance(10, 40, 15) + Acceptance(2, 8, 3) - Acceptance(2, 8, 3)
-    assert (counts.rate, counts.mean_length) == (0.375, 2.5)
-    assert (Acceptance().rate, Acceptance().mean_length) == (None, None)
 
 
 def answered(ttft_s: float, tpot_s: float = 0.01, outcome: str = "ok") -> Record:

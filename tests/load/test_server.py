@@ -25,15 +25,14 @@ async def test_a_server_that_refuses_them_is_asked_without(server: FakeServer, c
     assert not (await survey(client, "chat", "tiny")).has_extensions
 
 
-async def test_a_server_that_refuses_everything_is_an_error(server: FakeServer, client: Client) -> None:
+async def test_a_server_that_refuses_everything_or_has_another_model_is_an_error(
+    server: FakeServer, client: Client
+) -> None:
+    with pytest.raises(LoadError, match="tiny, and not big"):
+        await survey(client, "completions", "big")
     server.failures = {1: 400, 2: 401}
     with pytest.raises(LoadError, match="401"):
         await survey(client, "completions", None)
-
-
-async def test_an_unknown_model_is_an_error(client: Client) -> None:
-    with pytest.raises(LoadError, match="tiny, and not big"):
-        await survey(client, "completions", "big")
 
 
 async def test_the_server_counts_tokens(client: Client) -> None:
@@ -50,9 +49,6 @@ async def test_counters_are_read_and_subtracted(server: FakeServer, client: Clie
     assert after is not None
     assert after.since(before) == Counters(Acceptance(2, 8, 4), {"goodput": 4.0})
     assert after.since(after).rounds == {}
-
-
-async def test_a_server_without_counters_has_none(server: FakeServer, client: Client) -> None:
     server.metrics = lambda: "other_total 1\n"  # type: ignore[method-assign]
     assert await read_counters(client) is None
 

@@ -75,11 +75,8 @@ async def test_numbers_of_any_size_are_refused_by_name(client: httpx.AsyncClient
     [
         b'{"prompt": 1.5, "prompt": "a", "temperature": 1, "temperature": -1}',
         b'{"prompt": "a", "logit_bias": {"1": 1, "1": 1000}}',
-        b'{"prompt": "\xff"}',
         b'{"prompt": "a\x00b"}',
-        b'{"prompt": "\\ud800"}',
         b'{"prompt": "a", "metadata": {"\\udfff\\ud800": "a"}}',
-        b'{"prompt": "a"} {}',
     ],
 )
 async def test_what_is_no_json_or_says_a_thing_twice_is_judged_by_what_counts(

@@ -33,7 +33,8 @@ def server_findings(client: Client) -> Iterator[Finding]:
         rounds: defaultdict[tuple[str, ...], float] = defaultdict(float)
         plain, drafted = take_turns(lambda *request: _decode(client, rounds, *request))
         left_s = max((one["compiling"]["left_s"] for one in health["routers"] if "compiling" in one), default=0)
-        yield _pace_finding(plain, server["num_parameters"] or 0, left_s)
+        if (num_parameters := server["num_parameters"]) is not None:  # this Ingress has heard of the models
+            yield _pace_finding(plain, num_parameters, left_s)
         yield speed_finding("speed-up", plain, drafted)
         metrics = client.metrics()
         yield from _draft_findings(rounds, metrics)

@@ -35,7 +35,7 @@ class FakePaceline:
         self.draft_s, self.plain_s = 2.0, 1.0
         self.num_drafted = 8
         self.length, self.reason = "4", "goodput"
-        self.num_parameters = 10**9
+        self.num_parameters: int | None = 10**9
         self.compiling: dict[str, Any] = {}
         self.client = Client("http://fake", "key", transport=httpx.MockTransport(self.answer))
 

@@ -50,6 +50,8 @@ def test_a_pace_far_below_what_the_weights_allow_is_a_warning_and_eager_passes_a
     server.num_parameters, server.compiling = 10**9, {"compiling": {"done": 1, "of": 6, "left_s": 40}}
     pace = found(server)["pace"]
     assert (pace.level, pace.advice) == ("warning", "measure once it is compiled, in 40 s")
+    server.num_parameters = None
+    assert found(server).keys() & {"pace", "speed-up"} == {"speed-up"}
 
 
 @pytest.mark.parametrize(("reason", "why"), [("off", "speculation is off"), ("goodput", "do not pay")])

@@ -41,6 +41,9 @@ async def test_usage_comes_with_every_chunk_when_requested(client: httpx.AsyncCl
     *chunks, last = await events(client, "/v1/completions", prompt="abc", stream_options=options)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(range(1, 9))
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 8)
+    options["include_usage"] = False
+    chunks = await events(client, "/v1/completions", prompt="abc", stream_options=options)
+    assert all("usage" not in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize(

@@ -104,10 +104,11 @@ class Scheduler:
         if self.states.chunk:  # a slot holds the updates of k draft tokens
             longest = k
         rows: list[ScheduledRow] = []
-        self._lacks_blocks = False
         ranks = {id(sequence): rank for rank, sequence in enumerate(by_share(self.running), 1)}
         # Decoding rows first, so that a long prompt does not delay them.
-        for sequence in sorted(self._cohort, key=lambda s: 0 if s.is_decoding else ranks[id(s)]):
+        cohort = sorted(self._cohort, key=lambda s: 0 if s.is_decoding else ranks[id(s)])
+        self._lacks_blocks = False
+        for sequence in cohort:
             if budget <= 0:
                 break
             if sequence not in self.running:  # preempted for an older one
@@ -165,8 +166,9 @@ class Scheduler:
 
     @property
     def _share(self) -> int:
-        """The most requests of one round."""
-        num_requests = min(self.config.max_num_seqs, len(self.running) + len(self.waiting))
+        """The most requests of one round; those that wait for blocks do not count."""
+        num_waiting = 0 if self._lacks_blocks else len(self.waiting)
+        num_requests = min(self.config.max_num_seqs, len(self.running) + num_waiting)
         return -(-num_requests // self.num_cohorts)
 
     @property
@@ -177,11 +179,10 @@ class Scheduler:
 
     @property
     def _cohort(self) -> list[Sequence]:
-        """The running requests of the next round, oldest first; those that wait may have no room beside them."""
+        """The running requests of the next round, oldest first."""
         idle = [sequence for sequence in self.running if not sequence.is_in_flight]
-        share = -(-len(self.running) // self.num_cohorts)
-        if len(idle) > share:
-            idle = sorted(idle, key=lambda sequence: sequence.last_round)[:share]
+        if len(idle) > self._share:
+            idle = sorted(idle, key=lambda sequence: sequence.last_round)[: self._share]
         return idle
 
     def _running_of(self, batch: list[ScheduledRow]) -> list[Sequence]:

@@ -28,7 +28,7 @@ def long_contexts(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
     num_rows, heads, kv_heads, dim = (2, 2, 1, 16) if dry else (4, 32, 8, 128)
     with ExitStack() as patches:
         if dry:
-            for name, value in {"CHUNK": 16, "TILE": 16, "MAX_PROGRAMS": 2}.items():
+            for name, value in {"CHUNK": 16, "TILE": 16, "NUM_PARTS": 2}.items():
                 patches.enter_context(patch.object(triton_attention, name, value))
         for length in (70,) if dry else LENGTHS:
             width = -(-(length + 5) // BLOCK_SIZE)

@@ -67,6 +67,9 @@ def fake_server() -> Iterator[FakeServer]:
         server.server_close()
 
 
+COMPILING = {"routers": [{}, {"compiling": {"done": 1, "of": 6, "left_s": 40}}]}
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
     protocol_version = "HTTP/1.1"
@@ -78,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         answers = {
             "/v1/models": json.dumps({"data": [{"id": "tiny", "max_model_len": 2048}]}),
             "/version": json.dumps({"version": "0.1.0", "device": "cpu"}),
-            "/health": json.dumps({"routers": [{}, {"compiling": {"done": 1, "of": 6, "left_s": 40}}]}),
+            "/health": json.dumps(COMPILING) if self.server.has_extensions else "",
             "/metrics": self.server.metrics(),
         }
         self._answer(200 if self.path in answers else 404, answers.get(self.path, ""))

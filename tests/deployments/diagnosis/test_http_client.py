@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ STREAMED = {"prompt": "a", "stream": True}
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses before tries, which take no time."""
     slept: list[float] = []
-    monkeypatch.setattr(http_client.time, "sleep", slept.append)
+    monkeypatch.setattr(http_client, "time", SimpleNamespace(sleep=slept.append))  # not of other threads
     return slept
 
 

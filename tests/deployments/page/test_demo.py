@@ -33,7 +33,7 @@ async def test_nothing_is_killed_without_a_key_for_another_process_or_outside_a_
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "process")
     assert (await kill(config, routers, "draft", **key)).status_code == 404
     async with make_client(await make_app(demo(config), routers)) as client:  # as a form of another page would send it
-        assert (await client.post("/demo/kill", content='{"process": "draft"}')).status_code == 400
+        assert (await client.post("/demo/kill", content='{"process": "draft"}')).status_code == 415
     assert routers.killed == []
 
 

@@ -146,6 +146,7 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is invalid for this model; nothing is returned then.
         """
+        prompts = _plain(prompts)
         is_one = isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable)
         given: list[Any] = [prompts] if is_one else [*prompts]
         texts = [given] if given and are_numbers(given) else given
@@ -174,7 +175,10 @@ class LLM:
                 prompt = text
             case {"prompt_token_ids": token_ids, **others} if not others:
                 prompt = token_ids
+        prompt = _plain(prompt)
         if isinstance(prompt, str):
+            if prompt != prompt.encode(errors="replace").decode():
+                raise RequestError(f"a prompt is {prompt!r:.80}, which holds half of a character", "prompts")
             ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | dict) and are_numbers(ids := [*prompt]):
             ids = [*map(int, ids)]
@@ -200,3 +204,8 @@ class LLM:
             completion.append(output)
             if output.finish_reason is not None:
                 del pending[output.request_id]
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or tensor as lists, and any other value as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value

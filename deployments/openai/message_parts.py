@@ -163,7 +163,11 @@ class MessageParser:
                 self._text = self._text[end:]
                 return "x"  # no pattern for the beginning of a text matches after a letter
             self._text = self._text[end:]
-        while calls.close_re is not None and (match := calls.close_re.match(self._text.lstrip(_BLANK), partial=True)):
+        while calls.close_re is not None:
+            self._text = self._text.lstrip(_BLANK)
+            match = calls.close_re.match(self._text, partial=True)
+            if not match:
+                break
             if not match.partial or self._is_end:
                 self._text = match.string[match.end() :]
                 break
@@ -177,6 +181,7 @@ class MessageParser:
         while self._num_endless < MAX_ENDLESS:
             if self._form.head_pattern is not None:
                 body = self._text[opened:].lstrip(_BLANK)
+                opened = len(self._text) - len(body)  # blanks are read once
                 if body and not body.startswith("{"):
                     return None
                 if (length := scanner.find(body[num_read:])) is not None:
@@ -203,11 +208,11 @@ class MessageParser:
             self._text = yield from self._next()
         self._add_arguments(self._text[:end])
         self._text = self._text[end:]
-        while is_inside and not self._text.strip(_BLANK):
-            yield from self._more()
-        if is_inside and self._text.lstrip(_BLANK)[0] in ",}":
-            rest = ObjectEnd(depth=1)
-            while (end := rest.find(self._text)) is None:
+        while is_inside and not (rest := self._text.lstrip(_BLANK)):
+            self._text = yield from self._next()
+        if is_inside and rest[0] in ",}":
+            outer = ObjectEnd(depth=1)
+            while (end := outer.find(self._text)) is None:
                 self._text = ""
                 self._text = yield from self._next()
             self._text = self._text[end:]

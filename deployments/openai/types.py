@@ -45,12 +45,17 @@ IGNORED: dict[str, dict[str, str]] = {
         "include_obfuscation": "EventOptions",
         "background": "ResponsesRequest",
     },
-    "only true, which asks for nothing": {"include_reasoning": "SamplingRequest"},
+    "only true, which asks for nothing": {"include_reasoning spaces_between_special_tokens": "SamplingRequest"},
     "only 1, which asks for nothing": {"best_of length_penalty": "SamplingRequest"},
     'only "none", which asks for nothing': {"function_call": "SamplingRequest"},
     'only "", which asks for nothing': {"suffix": "CompletionRequest"},
     'only "disabled", which asks for nothing': {"truncation": "ResponsesRequest"},
     'only ["text"], which asks for nothing': {"modalities": "ChatCompletionRequest"},
+    "only [], which asks for nothing": {
+        "bad_words documents functions": "SamplingRequest",
+        "images": "AssistantMessage",
+        "mcp_servers": "MessagesRequest",
+    },
     "there is one tier": {"service_tier": "SamplingRequest MessagesRequest", "inference_geo speed": "MessagesRequest"},
     "nothing is stored": {"store": "SamplingRequest"},
     "the model sees the conversation only": {"description": "JsonSchema", "input_examples": "CustomTool"},
@@ -74,6 +79,7 @@ IGNORED: dict[str, dict[str, str]] = {
     "earlier answers come back with it": {
         "id": "Message TextPart",
         "id status provider_specific_fields": "InputMessage InputReasoning InputCall InputCallResult",
+        "phase": "InputMessage",
         "annotations": "AssistantMessage TextPart InputPart",
         "logprobs": "InputPart",
         "citations index": "TextPart",
@@ -85,7 +91,7 @@ IGNORED: dict[str, dict[str, str]] = {
     },
 }
 """Why a field changes nothing, its name, and the classes that have it."""
-_NOTHINGS = (False, True, 1, "none", "", "disabled", ["text"])
+_NOTHINGS = (False, True, 1, "none", "", "disabled", ["text"], [])
 NEUTRAL = {f"only {json.dumps(value)}, which asks for nothing": value for value in _NOTHINGS}
 """The value that a field has to have to change nothing, by its reason."""
 MAX_KEYS = 1024

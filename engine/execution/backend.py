@@ -106,6 +106,9 @@ class Backend(Protocol):
         Args:
             num_states: slots for the states of linear layers, slot 0 included.
             depth: the most draft tokens of a row.
+
+        Raises:
+            ModelError: a CPU's memory has no room for it.
         """
         ...
 

@@ -74,9 +74,15 @@ class EagerBackend:
     def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
         """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
         like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
-        kv = self._allocate_blocks(num_blocks, block_size, like)
-        if shapes := self.model.state_shapes:
-            kv.linear = StateTensors(shapes, num_states, depth, like.to(self.model.dtype))
+        try:
+            kv = self._allocate_blocks(num_blocks, block_size, like)
+            if shapes := self.model.state_shapes:
+                kv.linear = StateTensors(shapes, num_states, depth, like.to(self.model.dtype))
+        except RuntimeError as error:
+            if self.device.type != "cpu":  # a GPU may still hold the memory of a process that has just ended
+                raise
+            problem = f"{self.info.name}: the memory has no room for {num_blocks:,} KV blocks of {block_size} tokens"
+            raise ModelError(f"{problem}; lower num_blocks or num_states") from error
         return kv
 
     def _allocate_blocks(self, num_blocks: int, block_size: int, like: Tensor) -> KVTensors:

@@ -23,6 +23,7 @@ _SIZE = re.compile(
     r"(hidden|intermediate|vocab)_size|head_dim|max_position_embeddings|num_(hidden_layers|(attention|key_value)_heads)"
     r"|num_(layers|heads)|n_(embd|head|layer|positions)|d_(model|kv|ff)"
 )
+_SCALING, _MAX_SCALING = re.compile("factor|original_max_position_embeddings"), 2**31
 _COUNT, _MAX_COUNT = re.compile(r".*(layer|head|expert)s?"), 2**14
 """What transformers makes Python objects for, each before it reads a weight; and how many at most."""
 
@@ -71,6 +72,8 @@ def _check(path: Path, section: Mapping[str, Any]) -> None:
             _check(path, value)
         elif type(value) is int and _SIZE.fullmatch(name) and value < 1:
             wrong.append("at least 1")
+        elif _SCALING.fullmatch(name) and not (isinstance(value, int | float) and 0 < value <= _MAX_SCALING):
+            wrong.append("a number above 0")
         elif type(value) is int and _COUNT.fullmatch(name) and value > _MAX_COUNT:
             wrong.append(f"at most {_MAX_COUNT}")
         if wrong and value is not None:

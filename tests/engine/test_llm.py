@@ -76,6 +76,13 @@ def test_without_a_draft_model_text_that_occurred_before_is_drafted(
     assert copying.stats.num_accepted_tokens > 0
 
 
+def test_blocks_that_no_memory_has_room_for_are_refused_by_their_number(models: tuple[Path, Path]) -> None:
+    with pytest.raises(
+        ModelError, match=r"no room for 1,\d{3},\d{3},\d{3},\d{3} KV blocks of 16 tokens; lower num_blocks"
+    ):
+        make_llm(models[0], num_blocks=10**12)
+
+
 def test_texts_go_on_to_the_end_of_scaled_positions_and_drafts_to_that_of_their_own(tmp_path: Path) -> None:
     """Qwen's recipe for YaRN, over 64 positions; the draft model has these 64."""
     folders = [save_llama(tmp_path / name, seed=1, positions=64) for name in ("target", "draft")]
@@ -155,7 +162,7 @@ def test_text_is_tokenized_and_each_prompt_may_have_its_own_parameters(llm: LLM)
 
 def test_a_prompt_may_be_written_as_for_vllm(llm: LLM) -> None:
     (expected,) = token_ids(llm, [[5]])
-    for prompt in ([5], numpy.array([5]), "t5", {"prompt": "t5"}, {"prompt_token_ids": (5,)}):
+    for prompt in ([5], numpy.array([5]), torch.tensor([5]), "t5", {"prompt": "t5"}, {"prompt_token_ids": (5,)}):
         assert token_ids(llm, prompt) == [expected], prompt
         assert token_ids(llm, [prompt, prompt]) == [expected] * 2, prompt
     (result,) = llm.generate(numpy.array([2, 5]))
@@ -174,6 +181,8 @@ def test_a_prompt_may_be_written_as_for_vllm(llm: LLM) -> None:
         ([[2], 3], PARAMS, "a prompt is 3, allowed are"),
         (None, PARAMS, "a prompt is None"),
         (b"ab", PARAMS, "a prompt is b'ab'"),
+        (torch.tensor(2.5), PARAMS, "a prompt is 2.5"),
+        ("t2 \ud83c", PARAMS, "holds half of a character"),
         ([[2], [True]], PARAMS, r"a prompt is \[True\]"),
         ([[2], {"prompt": "t2", "cache_salt": "x"}], PARAMS, "cache_salt"),
         ([[2], {"prompt": 5}], PARAMS, "a prompt is {'prompt': 5}"),

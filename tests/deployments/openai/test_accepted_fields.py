@@ -127,7 +127,7 @@ async def test_nothing_in_a_field_is_as_good_as_no_field(sdk: openai.AsyncOpenAI
     nothing: Any = {"stop": "", "suffix": "", "stream_options": None, "logit_bias": {}, "stop_token_ids": []}
     assert (await sdk.completions.create(**COMPLETION, extra_body=nothing)).choices == completion.choices
     chat = await sdk.chat.completions.create(**CHAT)
-    nothing = {"tools": [], "stop": [], "functions": None, "tool_choice": "auto"}
+    nothing = {"tools": [], "stop": [], "functions": [], "documents": [], "bad_words": [], "tool_choice": "auto"}
     assert (await sdk.chat.completions.create(**CHAT, extra_body=nothing)).choices == chat.choices
     response = await sdk.responses.create(**RESPONSE)
     nothing = {"tools": [], "include": [], "tool_choice": "auto", "truncation": "disabled", "background": False}

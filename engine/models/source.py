@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 HUB_FILES: Mapping[str, Any] = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja"],
-    "ignore_patterns": ["*/*", "consolidated*"],
+    "ignore_patterns": ["*/*.safetensors", "*/*.json", "consolidated*"],
 }
 """The files of a model on the hub that are read. Others, as the same weights in another format, need not be there."""
 NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16

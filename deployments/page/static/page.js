@@ -6,13 +6,11 @@ const $ = (id) => document.getElementById(id);
 const fields = $("composer").elements, live = $("live");
 const RETRIED = [429, 502, 503, 504], MAX_TRIES = 60, POLL_MS = 2000, DRAW_MS = 40, MAX_TURNS = 20;
 const SAMPLES = ["Up betimes and to my office,", "Call me Ishmael.", "It is a truth universally acknowledged,"];
-const speeds = [];
-let model = "", turns = [], running = null, before = null;
+let model = "", turns = [], running = null, before = null, speeds = [];
 
 class Refused extends Error {}
 const quiet = (textContent, onclick) => el("button", { type: "button", className: "quiet", textContent, onclick });
-const stop = () => running?.controller.abort();
-const say = (text) => { $("spoken").textContent = text; };
+const stop = () => running?.controller.abort(), say = (text) => { $("spoken").textContent = text; };
 
 function notice(text = "", isError = false) {
   $("notice").textContent = text;
@@ -243,7 +241,7 @@ async function poll() {
   const drafted = since("vllm:spec_decode_num_draft_tokens_total");
   const share = Math.round((100 * since("vllm:spec_decode_num_accepted_tokens_total")) / drafted);
   speeds.push(before ? (1000 * since("vllm:generation_tokens_total")) / (now.at - before.at) : 0);
-  const most = Math.max(...speeds.splice(0, speeds.length, ...speeds.slice(-60)), 1);
+  const most = Math.max(...(speeds = speeds.slice(-60)), 1);
   $("speed").setAttribute("points", speeds.map((value, index) => `${index * 4},${42 - (40 * value) / most}`).join(" "));
   const seconds = Math.max(0, ...routers.map(({ compiling }) => compiling?.left_s ?? 0));
   list("figures", [[`tokens/s${seconds ? `, not compiled for ${seconds} s more` : ""}`, speeds.at(-1).toFixed(1)],

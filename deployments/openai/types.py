@@ -91,7 +91,7 @@ IGNORED: dict[str, dict[str, str]] = {
     },
 }
 """Why a field changes nothing, its name, and the classes that have it."""
-_NOTHINGS = (False, True, 1, "none", "", "disabled", ["text"], [])
+_NOTHINGS: tuple[Any, ...] = (False, True, 1, "none", "", "disabled", ["text"], [])
 NEUTRAL = {f"only {json.dumps(value)}, which asks for nothing": value for value in _NOTHINGS}
 """The value that a field has to have to change nothing, by its reason."""
 MAX_KEYS = 1024

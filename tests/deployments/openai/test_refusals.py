@@ -132,7 +132,7 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ),
         ({"output_config": {"format": MOUSE}}, None, "output_config.format.schema"),
         ({"stop_sequences": ["a"] * 5}, None, "stop_sequences"),
-        ({"mcp_servers": []}, None, "mcp_servers is not a field"),
+        ({"mcp_servers": [{"type": "url"}]}, None, "mcp_servers"),
         ({"speculative": {"trace": True}}, None, "speculative.trace is not available here"),
         ({"n": 2}, None, "n is not a field"),
         ({"max_tokens": 510}, None, "max_tokens is 510, messages has"),

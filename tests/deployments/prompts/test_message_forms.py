@@ -228,10 +228,10 @@ def hostile(name: str, num_chars: int = 100_000) -> list[str]:
 def test_no_text_takes_long_to_read(name: str) -> None:
     """Mutants: no largest number of a repeat; no pieces; an end looked for again and again; transformers' tags."""
     for text in hostile(name):
-        started = time.process_time()
+        started = time.thread_time()
         parts(name, [text])
-        assert time.process_time() - started < 1, text[:100]
+        assert time.thread_time() - started < 1, text[:100]
     for text, size in ((hostile(name, 20_000)[0], 4), ("<tool_call>" + " " * 100_000, 7)):
-        started = time.process_time()
+        started = time.thread_time()
         parts(name, [text[start : start + size] for start in range(0, len(text), size)])
-        assert time.process_time() - started < 1, text[:100]
+        assert time.thread_time() - started < 1, text[:100]

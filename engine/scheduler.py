@@ -104,9 +104,11 @@ class Scheduler:
         if self.states.chunk:  # a slot holds the updates of k draft tokens
             longest = k
         rows: list[ScheduledRow] = []
-        ranks = {id(sequence): rank for rank, sequence in enumerate(by_share(self.running), 1)}
         # Decoding rows first, so that a long prompt does not delay them.
-        cohort = sorted(self._cohort, key=lambda s: 0 if s.is_decoding else ranks[id(s)])
+        cohort = sorted(self._cohort, key=lambda s: not s.is_decoding)
+        if cohort and not cohort[-1].is_decoding:
+            order = by_share(self.running)
+            cohort.sort(key=lambda s: -1 if s.is_decoding else order.index(s))
         self._lacks_blocks = False
         for sequence in cohort:
             if budget <= 0:

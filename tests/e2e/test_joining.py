@@ -1,4 +1,4 @@
-"""Joining a cluster that `ray start` has started, as deployments/README.md describes it, with and without a token."""
+"""Joining a cluster that `ray start` has started, as docs/serve.md describes, with and without a token."""
 
 import os
 import secrets

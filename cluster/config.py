@@ -63,13 +63,14 @@ class GroupConfig:
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """What the draft worker can do while the target verifies.
+        """What the draft worker can do while the target verifies; empty if there is none.
 
         A round's features are sent when no other round waits, so a head that reads them cannot alternate.
         """
+        if not self.has_draft_worker:
+            return ()
         ahead: tuple[Overlap, ...] = ("ahead",) if self.run_ahead == "on" else ()
-        can_alternate = self.has_draft_worker and not self.method.reads_features
-        return ("none", *ahead, "alternate") if can_alternate else ("none", *ahead)
+        return ("none", *ahead) if self.method.reads_features else ("none", *ahead, "alternate")
 
 
 def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSource | None) -> GroupConfig:

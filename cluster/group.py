@@ -85,7 +85,7 @@ class SpeculationGroup:
         self._is_stopped = False
         self._recovering = asyncio.Lock()
         self.remote_verifier = RemoteVerifier(timeout_s=config.round_timeout_s)
-        self.remote_drafter = RemoteDrafter(timeout_s=DRAFT_TIMEOUT_S, overlaps=config.overlaps)
+        self.remote_drafter = RemoteDrafter(timeout_s=DRAFT_TIMEOUT_S)
         drafter = self.remote_drafter if config.has_draft_worker else config.method.make(config.engine, None)
         self.drafter: Drafter = config.method.drafter_of_engine(config.engine, drafter)
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cluster.protocol.messages import (
@@ -26,7 +26,7 @@ from cluster.protocol.prefix_delta import Acknowledged
 from cluster.protocol.validation import check_proposal
 from cluster.round_times import Calls, DraftTimes
 from cluster.transport import DeadlineError, Link, PeerGoneError, TransportError
-from engine.protocols import NO_DRAFT, Draft, Overlap, ProposeRow
+from engine.protocols import NO_DRAFT, Draft, ProposeRow
 
 if TYPE_CHECKING:
     from engine.control.stats import RunAheadStats
@@ -45,10 +45,10 @@ class RemoteDrafter:
     `fallbacks` counts rounds without drafts by reason: `absent` (no worker, or its connection is lost), `timeout`,
     `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker).
 
-    A worker that runs ahead is sent requests before they need drafts; see `Overlapping`.
+    A worker that runs ahead is sent requests before they need drafts.
     """
 
-    def __init__(self, *, vocab_size: int = 0, timeout_s: float, overlaps: tuple[Overlap, ...] = ("none",)) -> None:
+    def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
         """Make a drafter without a worker; `vocab_size` may be set later, before the first round."""
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
@@ -56,8 +56,6 @@ class RemoteDrafter:
         self.features: dict[str, int] = {}
         self.run_ahead: RunAheadStats | None = None
         self._num_hits = self._num_misses = 0
-        self.overlaps: Collection[Overlap] = overlaps
-        self.overlap: Overlap = "ahead" if "ahead" in overlaps else "none"
         self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._link: Link | None = None
@@ -93,7 +91,7 @@ class RemoteDrafter:
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return one draft per row; all are empty if the worker is absent, late or sends an invalid reply."""
-        if not any(self.overlap == "ahead" or row.num_draft_tokens for row in rows):
+        if not any(row.runs_ahead or row.num_draft_tokens for row in rows):
             return [NO_DRAFT] * len(rows)
         link = self._link
         if link is None or self._pause is not None:
@@ -138,7 +136,7 @@ class RemoteDrafter:
     async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
         deltas, released = self._acknowledged.deltas(rows)
         entries = [ProposeEntry(delta, row.num_draft_tokens) for delta, row in zip(deltas, rows, strict=True)]
-        ahead = self.overlap == "ahead"
+        ahead = any(row.runs_ahead for row in rows)
         # Whole texts take the worker longer than the few tokens of other rounds.
         is_usual = not any(delta.params is not None for delta in deltas)
         deadline_s = self._times.deadline_s(self._timeout_s) if is_usual else self._timeout_s

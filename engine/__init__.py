@@ -1,16 +1,15 @@
 """Speculative decoding as a library: tensors and tokens; no Ray, no HTTP.
 
 The trunk, in reading order: `protocols` (a round's roles, messages and terms), `params` (the sampling parameters of a
-request), `engine` (a step), `limits` (which requests it serves), `scheduler` (who takes part in a round), `waiting`
-(who starts next), `sequence` (a request's committed tokens), `detokenizer` (token ids to text), `llm` (all of it in one
-process), `laws` (whether a rule or a drafter leaves the text's law alone), `config` (every setting) and `errors` (every
-exception).
+request), `engine` (a step), `scheduler` (who takes part in a round), `rounds` (one in flight, or two that alternate),
+`llm` (all of it in one process), `laws` (whether a rule or a drafter leaves the text's law alone), `config` (every
+setting) and `errors` (every exception).
 
-Each folder answers one question: `blocks/` (which blocks and states are whose?), `control/` (how many draft tokens, for
-whom?), `sampling/` (which token do these logits give?), `drafting/` (who proposes?), `verification/` (which draft
-tokens are accepted?), `models/` (which model is this, and where are its weights?), `heads/` (how does a trained head
-draft from a target's layers?), `execution/` (how is a pass computed?) and `training/` (how is a draft made, and is it
-worth it?).
+Each folder answers one question: `requests/` (which requests are served, which one starts next, and what has each of
+them got?), `blocks/` (which blocks and states are whose?), `control/` (how many draft tokens, for whom?), `sampling/`
+(which token do these logits give?), `drafting/` (who proposes?), `verification/` (which draft tokens are accepted?),
+`models/` (which model is this, and where are its weights?), `heads/` (how does a trained head draft from a target's
+layers?), `execution/` (how is a pass computed?) and `training/` (how is a draft made, and is it worth it?).
 """
 
 import importlib

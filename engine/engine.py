@@ -3,9 +3,8 @@
 Texts and statistics of a round are made in `take_outputs`, so that a caller can do this while the next one computes.
 """
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,41 +14,30 @@ from engine.config import EngineConfig, ModelInfo
 from engine.control.plan import Plan, RoundSeconds
 from engine.control.planner import Planner
 from engine.control.stats import RequestStats
-from engine.detokenizer import Detokenizer
 from engine.drafting.check import check_drafts
 from engine.drafting.registry import acceptance_of
 from engine.errors import RequestError
-from engine.limits import RequestLimits
 from engine.params import SamplingParams
 from engine.protocols import (
     NO_DRAFT,
     Draft,
     Drafter,
-    Overlapping,
+    Overlap,
     Request,
     RequestOutput,
     ScheduledRow,
-    Verdict,
     Verifier,
+    VerifyRow,
 )
+from engine.requests.detokenizer import Detokenizer
+from engine.requests.limits import RequestLimits
+from engine.requests.sequence import Sequence
+from engine.rounds import Rounds, Verify
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A round that the target has got, or gets once its verdicts are awaited."""
-
-    plan: Plan
-    batch: list[ScheduledRow]
-    verdicts: Awaitable[list[Verdict]]
-    started_s: float
-    draft_s: float
-    sent_s: float
 
 
 @dataclass(slots=True)
-class _Round:
+class _Committed:
     """A finished round, and the outputs of it that nobody has taken, with their sequences."""
 
     batch: list[ScheduledRow]
@@ -67,7 +55,7 @@ class Engine:
         num_blocks: the target's KV blocks, including block 0, which no request gets.
         tokenizer: a transformers fast tokenizer; None leaves `RequestOutput.text` empty.
         clock: returns seconds; round times are measured with it.
-        remote: the drafter in another process, if there is one: it can work while the target does.
+        overlaps: what the drafter can do while the target verifies.
     """
 
     def __init__(
@@ -80,7 +68,7 @@ class Engine:
         num_blocks: int,
         tokenizer: Any = None,
         clock: Callable[[], float] = time.perf_counter,
-        remote: Overlapping | None = None,
+        overlaps: Collection[Overlap] = (),
     ) -> None:
         self._start_ids = [] if target.start_id is None else [target.start_id]
         self.config = config = replace(config, enable_prefix_caching=False) if self._start_ids else config
@@ -94,17 +82,17 @@ class Engine:
         longest = self.max_model_len + len(self._start_ids)
         self.scheduler = Scheduler(config, num_blocks, longest, target.state_chunk)
         self.stats = self.scheduler.stats
-        self.planner = Planner(config, acceptance_of(config), drafter, remote)
+        self.planner = Planner(config, acceptance_of(config), drafter, overlaps)
         self.request_stats = RequestStats(self.max_model_len)
         self._clock = clock
         self._round_ended: float | None = None
-        self._flight: _Flight | None = None
-        self._committed: list[_Round] = []
+        self._rounds = Rounds(self._round)
+        self._committed: list[_Committed] = []
 
     @property
     def has_work(self) -> bool:
         """Whether any request is running or waiting, or a round is in flight."""
-        return self.num_requests > 0 or self._flight is not None
+        return self.num_requests > 0 or self._rounds.is_in_flight
 
     @property
     def num_requests(self) -> int:
@@ -179,23 +167,17 @@ class Engine:
 
     def reset(self) -> None:
         """Recompute every running request from its committed tokens, after the target lost its KV cache."""
+        self._rounds.drop()
         self.scheduler.reset()
         self._round_ended = None
-        if self._flight is not None and isinstance(self._flight.verdicts, asyncio.Future):
-            # What became of it is of no interest; asyncio would log an error that nobody has seen.
-            self._flight.verdicts.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._flight.verdicts.cancel()
-        self._flight = None
 
     async def step(self) -> list[RequestOutput]:
-        """Run one round and return its outputs; errors as of `run_round`."""
+        """Run one round and return its outputs; `run_round` names the errors."""
         await self.run_round()
         return self.take_outputs()
 
     async def run_round(self, meanwhile: Callable[[], object] = lambda: None) -> bool:
         """Run one round, and return whether it computed prompts; `take_outputs` returns what it commits.
-
-        With two cohorts, end the round of one once that of the other has begun, which the next call ends.
 
         Args:
             meanwhile: called once, when the target computes, or is about to get its round.
@@ -204,67 +186,41 @@ class Engine:
             TargetError: the round failed and committed nothing; call `reset` and step again.
             DrafterError: the drafter proposed an invalid draft; nothing was computed.
         """
-        self.scheduler.num_cohorts = self.planner.choose_cohorts(self.scheduler.num_decoding)
-        if self._flight is None:
-            self._flight = await self._begin(meanwhile)
-        else:
-            meanwhile()
-        flight, later = self._flight, None
-        if flight is not None and self.scheduler.num_cohorts > 1:
-            later = await self._begin()
-        self._flight = later
-        if flight is None:
-            return False
-        await self._end(flight)
-        return any(row.start < row.request.prompt_length for row in flight.batch)
+        num_cohorts = self.planner.choose_cohorts(self.scheduler.num_decoding)
+        self.scheduler.num_cohorts = num_cohorts
+        return await self._rounds.run(self.verifier.verify, meanwhile, num_cohorts)
 
-    async def _begin(self, meanwhile: Callable[[], object] = lambda: None) -> _Flight | None:
-        """Propose for the next batch and send it to the target; with one cohort, `_end` sends it."""
+    async def _round(self, verify: Verify, meanwhile: Callable[[], object]) -> bool:
+        """Plan, propose, verify, commit, and learn from the round; see `run_round`."""
         # Time between rounds counts towards the later round, unless the engine was idle.
-        started = self._clock() if self._round_ended is None else self._round_ended
+        started_s = self._clock() if self._round_ended is None else self._round_ended
         plan = self.planner.plan(self.scheduler.decoding, has_prompts=self.scheduler.has_prompts)
         batch = self.scheduler.next_batch(plan)
-        planned = self._clock()
+        planned_s = self._clock()
         try:
             drafts = await self._propose(plan, batch)
-        except BaseException:
-            self.scheduler.withdraw(batch)
-            for row in batch:  # what the drafter has computed of them is not known
-                self.drafter.release(row.request.request_id)
-            raise
-        proposed = self._clock()
-        meanwhile()
-        # Those that were aborted meanwhile have lost their blocks.
-        running = {id(sequence.request) for sequence in self.scheduler.running}
-        drafted = [(row, draft) for row, draft in zip(batch, drafts, strict=True) if id(row.request) in running]
-        if not drafted:
-            return None
-        batch = [row for row, _ in drafted]
-        verdicts: Awaitable[list[Verdict]] = self.verifier.verify([row.verify(draft) for row, draft in drafted])
-        if self.scheduler.num_cohorts > 1:
-            verdicts = asyncio.ensure_future(verdicts)
-        return _Flight(plan, batch, verdicts, started, proposed - planned, self._clock())
-
-    async def _end(self, flight: _Flight) -> None:
-        """Wait for a round's verdicts, commit them, and learn from the round."""
-        batch = flight.batch
-        try:
-            verdicts = await flight.verdicts
+            proposed_s = self._clock()
+            meanwhile()
+            batch, rows = self._present(batch, drafts)
+            if not rows:
+                return False
+            sent_s = self._clock()
+            verdicts = await verify(rows)
         except BaseException:
             self.scheduler.withdraw(batch)
             raise
         outputs = self.scheduler.commit(batch, verdicts)
-        ended, before = self._clock(), self._round_ended or 0.0
-        started = max(flight.started_s, before)
-        seconds = RoundSeconds(ended - started, flight.draft_s, ended - max(flight.sent_s, before))
-        self.planner.observe(flight.plan, batch, verdicts, seconds)
-        longest = max((flight.plan.num_draft_tokens, *flight.plan.copies.values()))
-        self.stats.num_rounds_by_length[longest, flight.plan.reason] += 1
-        self._committed.append(_Round(batch, outputs, started, ended))
+        ended_s, before_s = self._clock(), self._round_ended or 0.0
+        started_s = max(started_s, before_s)
+        seconds = RoundSeconds(ended_s - started_s, proposed_s - planned_s, ended_s - max(sent_s, before_s))
+        self.planner.observe(plan, batch, verdicts, seconds)
+        self.stats.num_rounds_by_length[plan.longest, plan.reason] += 1
+        self._committed.append(_Committed(batch, outputs, started_s, ended_s))
         for sequence, _ in outputs:
             if sequence.finish_reason is not None:
                 self._release(sequence.request.request_id)
-        self._round_ended = ended if self.has_work else None
+        self._round_ended = ended_s if self.has_work else None
+        return any(row.start < row.request.prompt_length for row in batch)
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return the outputs of all rounds since the last call, with their texts, and count them."""
@@ -284,10 +240,21 @@ class Engine:
         speculating = [row for row in batch if plan.length_of(row.request) > 0]
         if not speculating:
             return [NO_DRAFT] * len(batch)
-        proposed = await self.drafter.propose(speculating)
-        check_drafts(proposed, speculating, self.vocab_size)
+        try:
+            proposed = await self.drafter.propose(speculating)
+            check_drafts(proposed, speculating, self.vocab_size)
+        except BaseException:
+            for row in batch:  # what the drafter has computed for them is not known
+                self.drafter.release(row.request.request_id)
+            raise
         drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
         return [drafts.get(id(row), NO_DRAFT) for row in batch]
+
+    def _present(self, batch: list[ScheduledRow], drafts: list[Draft]) -> tuple[list[ScheduledRow], list[VerifyRow]]:
+        """Return the rows to verify, without requests that were aborted meanwhile: they have lost their blocks."""
+        running = {id(sequence.request) for sequence in self.scheduler.running}
+        drafted = [(row, draft) for row, draft in zip(batch, drafts, strict=True) if id(row.request) in running]
+        return [row for row, _ in drafted], [row.verify(draft) for row, draft in drafted]
 
     def _release(self, request_id: str) -> None:
         self.drafter.release(request_id)

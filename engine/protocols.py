@@ -8,7 +8,7 @@ A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committe
 `parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
 """
 
-from collections.abc import Collection, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -112,10 +112,14 @@ class StateRow(NamedTuple):
 
 @dataclass(slots=True)
 class ProposeRow:
-    """One row of a proposal: a request, and the longest draft that it may get."""
+    """One row of a proposal: a request, and the longest draft that it may get.
+
+    `runs_ahead` lets a drafter that is able to prepare the request's next draft while the target verifies.
+    """
 
     request: Request
     num_draft_tokens: int
+    runs_ahead: bool = field(default=False, kw_only=True)
 
 
 @dataclass(slots=True)
@@ -267,18 +271,6 @@ class Verifier(Protocol):
 Overlap = Literal["none", "ahead", "alternate"]
 """What a drafter does while the target verifies: nothing; drafts for the likeliest verdicts; or drafts for the other of
 two cohorts of requests, whose rounds alternate."""
-
-
-class Overlapping(Protocol):
-    """A drafter in another process, which can work while the target does.
-
-    Attributes:
-        overlaps: what it is able to do then.
-        overlap: which of these it does; the planner sets it before a round.
-    """
-
-    overlaps: Collection[Overlap]
-    overlap: Overlap
 
 
 @runtime_checkable

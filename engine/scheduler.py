@@ -16,8 +16,8 @@ from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.control.stats import SpeculationStats
 from engine.protocols import Request, RequestOutput, ScheduledRow, Verdict
-from engine.sequence import Sequence
-from engine.waiting import WaitingQueue, by_share, dispensable
+from engine.requests.sequence import Sequence
+from engine.requests.waiting import WaitingQueue, by_share, dispensable
 
 
 class Scheduler:
@@ -201,7 +201,14 @@ class Scheduler:
             context = self._max_model_len - len(sequence.request.token_ids)
             room = min(sequence.num_remaining, context, budget) - 1
             num_draft_tokens = max(0, min(plan.length_of(sequence.request), longest, room))
-        return ScheduledRow(sequence.request, num_draft_tokens, sequence.num_computed, length, sequence.block_ids)
+        return ScheduledRow(
+            sequence.request,
+            num_draft_tokens,
+            sequence.num_computed,
+            length,
+            sequence.block_ids,
+            runs_ahead=plan.overlap == "ahead",
+        )
 
     def _reserve(self, sequence: Sequence, row: ScheduledRow, batch: list[ScheduledRow]) -> bool:
         """Allocate a row's blocks, preempting other requests that are not in flight.

@@ -6,8 +6,8 @@ from typing import Any
 
 from deployments.openai.types import ResponseModel
 from deployments.openai.writer import Choice
-from engine.detokenizer import TokenBytes
 from engine.protocols import RequestOutput, TokenLogprobs
+from engine.requests.detokenizer import TokenBytes
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; vLLM's number."""

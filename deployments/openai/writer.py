@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.types import ResponseModel, to_json
-from engine.detokenizer import TokenBytes
 from engine.protocols import RequestOutput, RoundTrace, TokenLogprobs
+from engine.requests.detokenizer import TokenBytes
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

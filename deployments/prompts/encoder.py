@@ -20,8 +20,8 @@ from deployments.openai.tools import CALLS
 from deployments.prompts.conversation import ChatTemplate
 from deployments.prompts.message_forms import form_of
 from deployments.prompts.tokenization import TokenizeRequest
-from engine.detokenizer import TokenBytes
 from engine.errors import PromptTooLongError, RequestError
+from engine.requests.detokenizer import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -78,7 +78,7 @@ class Router:
             verifier=self._group.remote_verifier,
             num_blocks=self._group.num_blocks,
             tokenizer=self._group.target_source.tokenizer,
-            remote=self._group.remote_drafter if settings.has_draft_worker else None,
+            overlaps=self._group.config.overlaps,
         )
         links = self._group.remote_drafter, self._group.remote_verifier
         self._metrics = RouterMetrics(self._engine, *links, has_draft=settings.method.runs_in != "router")

@@ -5,12 +5,12 @@ once half the rows take much less time than all. What each promises follows from
 which one is worth a trial. A window of rounds measures it against the window before, and only the better one stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from engine.control.round_cost import RoundCost
-from engine.protocols import Overlap, Overlapping
+from engine.protocols import Overlap
 
 _WINDOW = 24
 _SKIPPED = 4
@@ -31,10 +31,15 @@ class _Load:
 
 
 class OverlapChoice:
-    """Sets a remote drafter's overlap before each round."""
+    """Chooses before each round, of the overlaps that a drafter is able to.
 
-    def __init__(self, remote: Overlapping, costs: RoundCost) -> None:
-        self._remote = remote
+    Attributes:
+        overlap: the last choice.
+    """
+
+    def __init__(self, overlaps: Collection[Overlap], costs: RoundCost) -> None:
+        self.overlap: Overlap = "none"
+        self._overlaps = overlaps
         self._costs = costs
         self._loads: dict[int, _Load] = {}
         self._load: _Load | None = None
@@ -49,7 +54,7 @@ class OverlapChoice:
         """
         self._num_rounds += 1
         num_rows = max(1, num_rows)
-        possible = [overlap for overlap in self._remote.overlaps if num_rows > 1 or overlap != "alternate"]
+        possible = [overlap for overlap in self._overlaps if num_rows > 1 or overlap != "alternate"]
         load = self._loads.get(key := (num_rows - 1).bit_length())
         if load is None or (load is self._load and self._num_measured >= _SKIPPED + _WINDOW):
             rates = {overlap: self.rate(overlap, num_rows, survival, is_fixed=is_fixed) for overlap in possible}
@@ -57,16 +62,16 @@ class OverlapChoice:
                 load = self._loads[key] = _Load(max(rates, key=lambda overlap: rates[overlap], default="none"))
             else:
                 self._judge(load, rates)
-        if load is not self._load or load.overlap != self._remote.overlap:
+        if load is not self._load or load.overlap != self.overlap:
             if load is not self._load and load.before is not None:  # a trial of long ago
                 load.overlap, load.before = load.before[0], None
             self._begin_window()
-        self._load, self._remote.overlap = load, load.overlap
+        self._load, self.overlap = load, load.overlap
         return 2 if load.overlap == "alternate" else 1
 
     def observe(self, overlap: Overlap, num_tokens: float, seconds: float) -> None:
         """Record a round that computed no prompt, with its expected tokens."""
-        self._num_measured += overlap == self._remote.overlap
+        self._num_measured += overlap == self.overlap
         if self._num_measured > _SKIPPED:
             self._tokens += num_tokens
             self._seconds += seconds

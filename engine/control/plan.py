@@ -35,7 +35,7 @@ class Plan:
         copies: the lengths of drafts that are copies, by request id.
         lengths: the lengths of other drafts, by request id.
         tries_rows: whether requests whose drafts do not pay get a single token in this round.
-        overlap: what the drafter does meanwhile.
+        overlap: what the drafter does while the target verifies.
         num_expected: how many tokens the requests are expected to commit, of those whose lengths are chosen here.
     """
 
@@ -46,6 +46,11 @@ class Plan:
     tries_rows: bool = False
     overlap: Overlap = "none"
     num_expected: float = 0.0
+
+    @property
+    def longest(self) -> int:
+        """The longest draft that any request may get."""
+        return max((self.num_draft_tokens, *self.copies.values()))
 
     def length_of(self, request: Request) -> int:
         """Return the longest draft that a request may get."""

@@ -10,7 +10,7 @@ drafter was not confident made 0.90 of the tokens per second, and took the host 
 """
 
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import chain
 
 from engine.config import EngineConfig
@@ -24,7 +24,6 @@ from engine.protocols import (
     Draft,
     Drafter,
     Overlap,
-    Overlapping,
     PlansCopies,
     ProposeRow,
     Request,
@@ -54,15 +53,16 @@ class Planner:
         costs: how long rounds take.
     """
 
-    def __init__(self, config: EngineConfig, prior: Prior, drafter: Drafter, remote: Overlapping | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, prior: Prior, drafter: Drafter, overlaps: Collection[Overlap] = ()
+    ) -> None:
         self.max_draft_tokens = config.max_draft_tokens
         self.num_draft_tokens = self._depth = self.max_draft_tokens
         self.survival = Survival(prior)
         self.costs = RoundCost()
         self._is_adaptive = config.speculation == "adaptive" and self.max_draft_tokens > 0
         self._copier = drafter if isinstance(drafter, PlansCopies) else None
-        self._remote = remote
-        self._overlaps = OverlapChoice(remote, self.costs) if remote is not None and self.max_draft_tokens else None
+        self._overlaps = OverlapChoice(overlaps, self.costs) if overlaps and self.max_draft_tokens else None
         self._trials = Trials()
         self._mean_survival: Sequence[float] = prior.gains
         self._num_rounds = self._num_prompt_tokens = self._thorough_due = 0
@@ -89,7 +89,7 @@ class Planner:
         if self._copier is not None:
             rows = [ProposeRow(request, limited(request, self.max_draft_tokens)) for request in free]
             copies = self._copier.plan_copies(rows, {row.request.request_id: self._expected(row) for row in rows})
-        overlap = self._remote.overlap if self._remote is not None else "none"
+        overlap = self._overlaps.overlap if self._overlaps is not None else "none"
         if decoding and not free:
             length = max(limited(request, self.max_draft_tokens) for request in decoding)
             return Plan(length, "request", overlap=overlap)

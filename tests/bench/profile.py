@@ -10,8 +10,8 @@ from rich.table import Table
 import engine.drafting.model.draft_cache as drafting
 import engine.drafting.model.token_drawer as drawing
 import engine.verification.verifier as verifying
-from engine.detokenizer import Detokenizer
 from engine.llm import LLM
+from engine.requests.detokenizer import Detokenizer
 from tests.bench.compare import conditions
 from tests.bench.contestants.with_engine import generate, load
 from tests.bench.contestants.with_serve import ServeMethod

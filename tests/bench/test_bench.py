@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.detokenizer import Detokenizer
+from engine.requests.detokenizer import Detokenizer
 from tests.bench import compare, turns
 from tests.bench.contestants import with_serve
 from tests.bench.figures import Batch, RoundSplit, Row, RunAhead, Timeline, row_of

@@ -50,8 +50,8 @@ def test_a_decoder_only_pair_is_left_as_it_is(tmp_path: Path) -> None:
         ("model+suffix", "off", ("none", "alternate")),
         ("tree", "off", ("none", "alternate")),
         ("head_worker", "on", ("none", "ahead")),
-        ("suffix", "off", ("none",)),
-        ("head", "off", ("none",)),
+        ("suffix", "off", ()),
+        ("head", "off", ()),
     ],
 )
 def test_batches_alternate_where_a_draft_worker_needs_nothing_of_the_target(drafting, run_ahead, expected) -> None:

@@ -46,7 +46,7 @@ class Group:
     def __init__(self, target: ModelConfig, *, run_ahead: bool = False, engine: EngineConfig = ENGINE) -> None:
         self.target, self.engine_config = target, replace(engine, drafting="head_worker")
         self.run_ahead = run_ahead
-        self.drafter = RemoteDrafter(timeout_s=30.0, overlaps=("ahead",) if run_ahead else ("none",))
+        self.drafter = RemoteDrafter(timeout_s=30.0)
         self.verifier = RemoteVerifier(timeout_s=30.0)
         self.features = FeatureStore()
         self._stack = contextlib.ExitStack()
@@ -101,7 +101,12 @@ class Group:
 
     def engine(self) -> Engine:
         return Engine(
-            self.engine_config, self.info, drafter=self.drafter, verifier=self.verifier, num_blocks=self.num_blocks
+            self.engine_config,
+            self.info,
+            drafter=self.drafter,
+            verifier=self.verifier,
+            num_blocks=self.num_blocks,
+            overlaps=("ahead",) if self.run_ahead else (),
         )
 
 

@@ -140,7 +140,7 @@ class Group:
 
     def __init__(self, config: GroupConfig, number: int, pool: Pool | None) -> None:
         self.pool, self.number = pool, number
-        self.drafter = RemoteDrafter(timeout_s=1.0, overlaps=("none", "ahead") if config.run_ahead == "on" else ())
+        self.drafter = RemoteDrafter(timeout_s=1.0)
         target = load_verifier(open_model(config.target), config.engine, shard=None)
         self.drafter.vocab_size = target.backend.info.vocab_size
         self.engine = Engine(
@@ -149,6 +149,7 @@ class Group:
             drafter=NoDrafter() if pool is None else self.drafter,
             verifier=target,
             num_blocks=target.num_blocks,
+            overlaps=("ahead",) if config.run_ahead == "on" else (),
         )
 
     async def run(self, max_tokens: int) -> Texts:

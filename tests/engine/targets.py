@@ -15,18 +15,20 @@ class OrderedTarget:
             (its verdicts are), or None.
         dies: whether a fault ends the target, so that later rounds fail, too, until `restart`.
         sizes: the number of rows of each round, as sent.
+        last: the rows of the round that was sent last.
         most: the most rounds that were in flight.
     """
 
     def __init__(self, verifier, scheduler):
         self.verifier, self.scheduler = verifier, scheduler
         self.delay, self.faults, self.dies, self.is_dead = 0, deque(), False, False
-        self.sizes, self.most = [], 0
+        self.sizes, self.most, self.last = [], 0, []
         self._sent = deque()
         self._computing = None
 
     def verify(self, rows):
         self._check(rows)
+        self.last = rows
         done = asyncio.get_running_loop().create_future()
         if self.is_dead:
             done.set_exception(TargetError("lost"))

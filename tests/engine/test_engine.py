@@ -210,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         scheduler = self.engine.scheduler
-        in_flight = [] if self.engine._flight is None else [row.request for row in self.engine._flight.batch]
+        in_flight = [row.request for row in self.target.last] if self.engine._rounds.is_in_flight else []
         for sequence in scheduler.running:
             assert sequence.is_in_flight == any(sequence.request is request for request in in_flight)
         owned = {block for sequence in scheduler.running for block in sequence.block_ids}

@@ -9,8 +9,8 @@ from engine.control.plan import Plan
 from engine.errors import QueueFullError
 from engine.params import SamplingParams
 from engine.protocols import Request, TokenLogprobs, Verdict, chain
+from engine.requests.sequence import Sequence
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
 
 BLOCK = 4
 END = 9

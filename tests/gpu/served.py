@@ -119,12 +119,19 @@ async def _route(
     verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
     verifier.connect(links[:1])
     drafter: Drafter = NoDrafter()
-    remote = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=60.0, overlaps=("ahead",) if run_ahead else ("none",))
+    remote = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=60.0)
     if len(links) > 1:
         remote.connect(links[1])
         drafter = remote
     assert config.num_blocks is not None
-    engine = Engine(config, info, drafter=drafter, verifier=verifier, num_blocks=config.num_blocks + 1)
+    engine = Engine(
+        config,
+        info,
+        drafter=drafter,
+        verifier=verifier,
+        num_blocks=config.num_blocks + 1,
+        overlaps=("ahead",) if run_ahead else (),
+    )
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=length - prompt, ignore_eos=True)
     engine.add("0", [i % 1000 for i in range(1, prompt + 1)], params)
     rounds: list[tuple[float, ...]] = []

@@ -70,13 +70,6 @@ class Arm:
     def runs_ahead(self) -> bool:
         return "ahead" in self.overlaps
 
-    def force(self, engine: Engine, remote: RemoteDrafter) -> None:
-        """Let the engine overlap verifications as the arm says; the planner chooses only where there is a choice."""
-        if len(self.overlaps) == 1:
-            (remote.overlap,) = self.overlaps
-            num_cohorts = 2 if remote.overlap == "alternate" else 1
-            engine.planner.choose_cohorts = lambda num_decoding: num_cohorts  # type: ignore[method-assign]
-
     def config(self, num_rows: int, longest: int, drafting: str = "model") -> EngineConfig:
         """Return settings for so many rows of at most `longest` tokens, whose caches are never full."""
         per_row = 2 + self.k
@@ -136,7 +129,7 @@ def make_engine(
     arm: Arm, config: EngineConfig, info: ModelInfo, clock: Callable[[], float]
 ) -> tuple[Engine, RemoteDrafter, RemoteVerifier]:
     """Return an engine as a Router makes it, and its two roles, which are not connected yet."""
-    drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0, overlaps=arm.overlaps)
+    drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0)
     verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
     method = choose_method(config, has_draft_model=True)
     assert config.num_blocks is not None
@@ -147,9 +140,8 @@ def make_engine(
         verifier=verifier,
         num_blocks=config.num_blocks + 1,
         clock=clock,
-        remote=drafter,
+        overlaps=arm.overlaps,
     )
-    arm.force(engine, drafter)
     return engine, drafter, verifier
 
 

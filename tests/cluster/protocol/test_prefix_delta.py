@@ -16,8 +16,8 @@ from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, ProposeRow, Request, Verdict
+from engine.requests.sequence import Sequence
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
 from tests.cluster.fakes import propose_row, verify_row
 
 

@@ -20,9 +20,9 @@ from deployments.ingress.answer import KEEP_ALIVE, Answer, IdleTimer
 from deployments.ingress.event_ids import EventIds
 from deployments.openai.responses_writer import ResponsesWriter
 from deployments.openai.writer import Choice, Reply
-from engine.detokenizer import TokenBytes
 from engine.errors import ModelError, QueueFullError, TargetError
 from engine.protocols import FinishReason, RequestOutput
+from engine.requests.detokenizer import TokenBytes
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
 from tests.deployments.requests import GREEDY, events, http_scope

@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Tokenizer
 from deployments.openai.logprobs import TextOffsets, completion_logprobs
 from deployments.openai.writer import Choice
 from engine.config import BUNDLED_TARGET, ModelConfig
-from engine.detokenizer import Detokenizer, TokenBytes
 from engine.models.registry import open_model
 from engine.protocols import TokenLogprobs
+from engine.requests.detokenizer import Detokenizer, TokenBytes
 from tests.deployments.conftest import make_sdk
 from tests.deployments.fakes import Rig
 from tests.deployments.requests import events

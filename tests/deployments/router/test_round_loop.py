@@ -418,7 +418,7 @@ async def test_clients_that_all_leave_while_two_rounds_are_in_flight_leave_the_l
     alone = await tokens(rig.loop, generation())
     for turns in range(1, 40, 3):
         clients = [asyncio.create_task(tokens(rig.loop, named(nth, max_tokens=100))) for nth in range(3)]
-        while rig.engine._flight is None:
+        while not rig.engine._rounds.is_in_flight:
             await asyncio.sleep(0)
         for _ in range(turns):
             await asyncio.sleep(0)

@@ -19,8 +19,8 @@ from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.params import SamplingParams
 from engine.protocols import Request, Verdict
+from engine.requests.sequence import Sequence
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
 
 ROUND_S, TOKEN_S, TOKENS_PER_ROUND = 0.02, 100e-6, 4
 CONFIG = EngineConfig(max_num_seqs=16, block_size=16, max_num_batched_tokens=1024, max_queued_requests=10_000)

@@ -9,8 +9,8 @@ from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.params import SamplingParams
 from engine.protocols import Request, Verdict, chain
+from engine.requests.sequence import Sequence
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
 from tests.engine.states import StateMemory
 
 BLOCK, CHUNK, BOUNDARY = 4, 8, 8

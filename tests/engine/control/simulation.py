@@ -19,12 +19,6 @@ OVERHEAD_S = 5e-4
 
 
 @dataclass
-class Remote:
-    overlaps: tuple = ("none",)
-    overlap: str = "none"
-
-
-@dataclass
 class Row:
     """A request that never ends.
 
@@ -53,11 +47,10 @@ class Simulation:
     """Attributes: `tokens`, `seconds` since the last `reset`; `lengths` drafted by row name; `modes` by round."""
 
     def __init__(
-        self, pair, rows, *, k=8, seed=1, noise=0.1, drift=False, remote=None, speculation="adaptive", hits=0.9, **own
+        self, pair, rows, *, k=8, seed=1, noise=0.1, drift=False, overlaps=(), speculation="adaptive", hits=0.9, **own
     ):
         config = EngineConfig(num_speculative_tokens=k, speculation=speculation, max_num_seqs=1024)
-        self.remote = remote
-        self.planner = Planner(config, Prior.of(k), Copier(self, k), remote)
+        self.planner = Planner(config, Prior.of(k), Copier(self, k), overlaps)
         self.pair, self.k, self.chance, self.noise, self.drift, self.hits = (
             pair,
             k,
@@ -112,9 +105,9 @@ class Simulation:
         if num_cohorts == 2:
             self.turn = 1 - self.turn
             names = names[self.turn :: 2]
-        overlap = self.remote.overlap if self.remote else "none"
         requests = [self.rows[name][1] for name in names]
         plan = planner.plan(requests, has_prompts=False)
+        overlap = plan.overlap
         batch = [ScheduledRow(request, plan.length_of(request), 1, 1, []) for request in requests]
         drafts = [chain([7] * row.num_draft_tokens) for row in batch]
         drafted = [

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from engine.detokenizer import Detokenizer
+from engine.requests.detokenizer import Detokenizer
 from tests.engine.tokenizers import sentencepiece_tokenizer
 from tests.fakes import byte_tokenizer
 

@@ -4,8 +4,8 @@ import pytest
 
 from engine.config import EngineConfig, ModelInfo
 from engine.errors import RequestError
-from engine.limits import RequestLimits
 from engine.params import SamplingParams
+from engine.requests.limits import RequestLimits
 
 
 def limits(*, num_blocks=41, start_id=None, **settings):

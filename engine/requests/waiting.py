@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable, Iterator
 from itertools import chain
 
 from engine.errors import QueueFullError
-from engine.sequence import Sequence
+from engine.requests.sequence import Sequence
 
 
 class WaitingQueue:

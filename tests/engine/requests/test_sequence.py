@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from engine.config import BUNDLED_TARGET, ModelConfig
-from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, RoundTrace, TokenLogprobs, Verdict
-from engine.sequence import Sequence
+from engine.requests.detokenizer import Detokenizer
+from engine.requests.sequence import Sequence
 from tests.engine.tokenizers import sentencepiece_tokenizer
 from tests.fakes import byte_tokenizer
 

@@ -12,9 +12,9 @@ from engine.control.plan import Plan
 from engine.errors import QueueFullError
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Request, Verdict
+from engine.requests.sequence import Sequence
+from engine.requests.waiting import WaitingQueue
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from engine.waiting import WaitingQueue
 from tests.engine.running import make_engine, run
 from tests.engine.test_engine import MODEL, VOCAB
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from engine.blocks.block_table import BlockTable, block_table
-from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
 from engine.protocols import FinishReason, Request, RequestOutput, RoundTrace, TokenLogprobs, Verdict
+from engine.requests.detokenizer import Detokenizer
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,7 @@ from cluster.transport import Connector, Endpoint, Server
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
 from engine.drafting.model.feature_store import FeatureStore
-from engine.drafting.registry import choose_method
+from engine.drafting.registry import method_of
 from engine.execution.memory import CacheSize, Survey
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
@@ -125,12 +125,12 @@ class DraftWorker(Worker):
     def load(self, config: ModelConfig, target: ModelConfig, cache: CacheSize, *, run_ahead: bool) -> ModelInfo:
         """Load the draft with its planned cache; ids beyond the target's vocabulary are never drafted."""
         with _importing():
-            from cluster.workers.loading import load_drafter
+            from engine.drafting.assembly import assemble
 
         engine, features = replace(self._engine, **cache._asdict()), FeatureStore()
-        drafter, self._backend = load_drafter(
-            self._open(config), self._open(target), engine, run_ahead=run_ahead, features=features
-        )
+        assembly = assemble(self._open(target), self._open(config), engine)
+        draft = assembly.load_draft(run_ahead=run_ahead, features=features)
+        drafter, self._backend = assembly.method.make(engine, draft), draft.backend
         self._backend.warm_up()
         self._features, capacity = features, self._capacity
         self._responder = DraftResponder(drafter, capacity=capacity, version=self._version, features=features)
@@ -171,8 +171,8 @@ class TargetWorker(Worker):
         """Load this rank's shard with its planned cache; `address` is the ranks' store, None for a single rank."""
         with _importing():
             from cluster.workers.features import FeatureSource
-            from cluster.workers.loading import load_verifier
             from cluster.workers.tensor_parallel import join_store, join_world
+            from engine.drafting.assembly import assemble
             from engine.models.loader import resolve_device
 
         self._select_gpu()
@@ -187,11 +187,11 @@ class TargetWorker(Worker):
                 host=self._host,
                 timeout_s=timeout_s,
             )
-        verifier = load_verifier(self._open(config), replace(self._engine, **cache._asdict()), shard=shard)
+        verifier = assemble(self._open(config), None, replace(self._engine, **cache._asdict())).load_verifier(shard)
         self._backend = verifier.backend
         self._backend.warm_up()
         served: ModelVerifier | FeatureSource = verifier
-        if self._rank == 0 and choose_method(self._engine, has_draft_model=True).reads_features:
+        if self._rank == 0 and method_of(self._engine.drafting).reads_features:
             served = self._source = FeatureSource(verifier, Connector(self._node_id), self._version)
         self._responder = TargetResponder(served, rank=self._rank, capacity=self._capacity, version=self._version)
         return verifier.backend.info

@@ -23,7 +23,7 @@ from cluster.workers.responder import DraftResponder, failure
 from engine.config import EngineConfig
 from engine.drafting.model.draft_cache import MAX_TAIL, DraftCache
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.registry import choose_method
+from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.passes import PassesAhead
 from engine.drafting.run_ahead.shared_pass import advance_together
 from engine.protocols import Draft, Drafter, ProposeRow, run_in_process
@@ -91,7 +91,7 @@ class DraftPool:
         self, draft: DraftModel, engine: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """Make the cache, whose size is planned in `engine`; a pass has at most `max_num_seqs` rows."""
-        method = choose_method(engine, has_draft_model=True)
+        method = method_of(engine.drafting)
         self._chunk = min(CHUNK, engine.max_num_batched_tokens)
         self.cache = SharedCache(draft.backend, replace(engine, max_num_batched_tokens=self._chunk))
         self.cache.forget = self._forget

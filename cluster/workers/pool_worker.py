@@ -19,7 +19,6 @@ from engine.config import ModelInfo
 from engine.errors import TargetError
 from engine.execution.memory import plan_cache
 from engine.models.registry import open_model
-from engine.models.source import shared_tokens
 
 if TYPE_CHECKING:
     from cluster.workers.draft_pool import DraftPool
@@ -85,14 +84,13 @@ class PoolWorker:
     def load(self) -> ModelInfo:
         """Load the draft with a cache of all memory of its device; raise ModelError if it cannot be served."""
         from cluster.workers.draft_pool import DraftPool
-        from cluster.workers.loading import load_draft
+        from engine.drafting.assembly import assemble
         from engine.execution.registry import survey
 
         assert self._config.draft is not None, "a pool has a draft model"
         draft = replace(self._config.draft, num_threads=self._config.draft.num_threads or DRAFT_CORES)
         source, target = open_model(draft), open_model(self._config.target)
         config = suited_to_models(self._config, target, source)
-        shared_tokens(target, source)
         num_seqs = config.engine.max_num_seqs
         num_states = config.engine.num_states or 2 * num_seqs + 4
         engine = replace(config.engine, max_num_seqs=_GROUPS_PER_WORKER * num_seqs, num_states=num_states)
@@ -102,7 +100,7 @@ class PoolWorker:
         has_time = surveyed.device != "cpu" or (os.cpu_count() or 1) > 2
         run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and has_time)
         run_ahead = run_ahead and engine.verification in config.method.runs_ahead
-        loaded = load_draft(source, target, engine, run_ahead=run_ahead, features=None)
+        loaded = assemble(target, source, engine).load_draft(run_ahead=run_ahead)
         self._pool, self._backend, self._engine = DraftPool(loaded, engine), loaded.backend, engine
         self._backend.warm_up()
         return self._backend.info

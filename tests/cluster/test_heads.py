@@ -12,9 +12,9 @@ from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Connector, Endpoint
 from cluster.workers.features import FeatureSource, receiver
-from cluster.workers.loading import load_drafter, load_verifier
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.assembly import assemble
 from engine.drafting.model.feature_store import FeatureStore
 from engine.engine import Engine
 from engine.execution.footprint import footprint
@@ -57,7 +57,7 @@ class Group:
         return self
 
     def start_target(self) -> None:
-        model = load_verifier(open_model(self.target), self.engine_config, shard=None)
+        model = assemble(open_model(self.target), None, self.engine_config).load_verifier()
         self.source = FeatureSource(model, Connector(NODE_ID), version=1)
         responder = TargetResponder(self.source, rank=0, capacity=16, version=1)
 
@@ -75,10 +75,9 @@ class Group:
         self.features.put("another request", 0, 0, memoryview(b""), dtype="float32", row_bytes=128)  # so drafts wait
         source = open_model(replace(self.target, head_only=True))
         engine = replace(self.engine_config, num_blocks=64)
-        drafter, backend = load_drafter(
-            source, open_model(self.target), engine, run_ahead=self.run_ahead, features=self.features
-        )
-        self.draft_info = backend.info
+        assembly = assemble(open_model(self.target), source, engine)
+        draft = assembly.load_draft(run_ahead=self.run_ahead, features=self.features)
+        drafter, self.draft_info = assembly.method.make(engine, draft), draft.backend.info
         responder = DraftResponder(drafter, capacity=16, version=1, features=self.features)
 
         def answer(request):
@@ -136,7 +135,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 async def beside(target: ModelConfig) -> tuple[Text, object]:
     """The text of a head in the target's process, and its engine's counters."""
     config = replace(ENGINE, drafting="head")
-    model = load_verifier(open_model(target), config, shard=None)
+    model = assemble(open_model(target), None, config).load_verifier()
     engine = Engine(config, model.backend.info, drafter=DeferringDrafter(), verifier=model, num_blocks=model.num_blocks)
     text = await run(engine, submit(engine))
     return text, engine.stats

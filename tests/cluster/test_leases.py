@@ -16,9 +16,9 @@ from cluster.config import GroupConfig
 from cluster.leases import Lease, keep_lease
 from cluster.remote_drafter import RemoteDrafter
 from cluster.transport import Connector, Endpoint
-from cluster.workers.loading import load_verifier
 from cluster.workers.responder import DraftResponder
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.assembly import assemble
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.models.registry import open_model
@@ -141,7 +141,7 @@ class Group:
     def __init__(self, config: GroupConfig, number: int, pool: Pool | None) -> None:
         self.pool, self.number = pool, number
         self.drafter = RemoteDrafter(timeout_s=1.0)
-        target = load_verifier(open_model(config.target), config.engine, shard=None)
+        target = assemble(open_model(config.target), None, config.engine).load_verifier()
         self.drafter.vocab_size = target.backend.info.vocab_size
         self.engine = Engine(
             config.engine,

@@ -10,7 +10,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.registry import choose_method
+from engine.drafting.registry import method_of
+from engine.drafting.settle import choose_method
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.registry import make_backend
@@ -112,7 +113,7 @@ class LoadedPair:
             max_num_seqs=self._max_num_seqs,
             **contender.settings,  # type: ignore[arg-type]
         )
-        method = choose_method(config, has_draft_model=True)
+        method = method_of(config.drafting)
         info = self.target.info
         drafting = replace(config, enable_prefix_caching=remembers_outputs)
         drafter = method.make(drafting, DraftModel(self.draft, info.vocab_size) if method.runs_in == "draft" else None)

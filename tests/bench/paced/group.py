@@ -14,7 +14,7 @@ from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo, Speculation
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.registry import choose_method
+from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.engine import Engine
 from engine.execution.backend import Backend
@@ -131,7 +131,7 @@ def make_engine(
     """Return an engine as a Router makes it, and its two roles, which are not connected yet."""
     drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0)
     verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
-    method = choose_method(config, has_draft_model=True)
+    method = method_of(config.drafting)
     assert config.num_blocks is not None
     engine = Engine(
         config,

@@ -27,7 +27,7 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import TOP_M
 from engine.drafting.model.translated import TranslatedBackend
-from engine.drafting.registry import choose_method
+from engine.drafting.registry import method_of
 from engine.params import SamplingParams
 from engine.verification.verifier import paths
 from tests.engine.conftest import VOCAB
@@ -303,7 +303,7 @@ class OwnWorker:
     """A group's own draft worker, as if it were a pool of one."""
 
     def __init__(self, draft, config, *, clock) -> None:
-        self.drafter = choose_method(config, has_draft_model=True).make(config, draft)
+        self.drafter = method_of(config.drafting).make(config, draft)
         self.cache = self.drafter.cache
         self.responder = DraftResponder(self.drafter, capacity=64, version=1)
 

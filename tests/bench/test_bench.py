@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.requests.detokenizer import Detokenizer
 from tests.bench import compare, turns
 from tests.bench.contestants import with_serve
 from tests.bench.figures import Batch, RoundSplit, Row, RunAhead, Timeline, row_of
-from tests.bench.profile import in_process
 from tests.bench.worker import Worker
 from tests.bench.workload import Cell, Workload
-from tests.deployments.conftest import model_dir, tokenizer  # noqa: F401
 from tests.load.records import Acceptance
 
 IN_PROCESS = ("transformers", "transformers-assisted", "engine-plain", "engine-speculative")
@@ -51,14 +48,6 @@ def test_every_method_in_this_process_fills_its_rows(workload: Workload, console
     compare.write(rows, tmp_path / "rows.json")
     written: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
     assert [Row(**row) for row in written] == rows
-
-
-def test_a_profile_names_the_parts_and_leaves_no_trace(workload: Workload, console: Console) -> None:
-    append = Detokenizer.append
-    in_process(workload, console)
-    assert "verify: forward pass" in printed(console)
-    assert "detokenizing" in printed(console)
-    assert Detokenizer.append is append
 
 
 def test_a_row_is_what_its_batches_become(workload: Workload) -> None:

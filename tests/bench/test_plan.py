@@ -57,10 +57,9 @@ def test_as_many_groups_share_a_pass_as_wait_at_the_same_time() -> None:
     assert pooled_round_s(pair, 8, 1, "alternate", 8) == (pytest.approx(0.020, rel=0.003), 1.0)
 
 
-def test_the_plan_prints_writes_and_draws(console: Console, tmp_path: Path) -> None:
-    files = {"json": tmp_path / "plan.json", "png": tmp_path / "plan.png"}
-    plan(TARGET, [DRAFT], [0.5, 0.25], PRICE, [1, 8], [1, 2], None, console, **files)
-    rows = json.loads(files["json"].read_text())
+def test_the_plan_prints_and_writes(console: Console, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan(TARGET, [DRAFT], [0.5, 0.25], PRICE, [1, 8], [1, 2], None, console, json=path)
+    rows = json.loads(path.read_text())
     assert len(rows) == 6 + 7
     assert rows[0]["dollars_per_million"] == pytest.approx(12 / 3600 / 100 * 1e6)
-    assert files["png"].read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.replicated.conftest import DRAIN_TIMEOUT_S
 from tests.e2e.servers import STOP_S, Server
+from tests.fakes import data_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
@@ -27,10 +28,9 @@ def streaming(server: Server) -> Iterator[Iterator[str]]:
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(server: Server) -> None:
     with streaming(server) as lines:
         server.send(signal.SIGTERM)
-        *_, error, done = [line for line in lines if line.startswith("data: ")]
+        *_, error = data_of(lines)
     assert server.wait_until_gone() == 0
-    assert done == "data: [DONE]"
-    content = json.loads(error.removeprefix("data: "))["error"]
+    content = json.loads(error)["error"]
     assert content.pop("request_id")
     assert content == {
         "message": f"the server is shutting down, and the {DRAIN_TIMEOUT_S} s to finish requests are over",

@@ -87,7 +87,8 @@ class Handle:
 def send(address: InboxAddress, *messages: Message) -> None:
     """Send messages as a Router does."""
     outbox = Outbox(address)
-    outbox.post([encode(message) for message in messages])
+    for message in messages:
+        outbox.post(encode(message))
 
 
 class Response:
@@ -144,7 +145,7 @@ async def test_outputs_come_from_the_router_that_took_the_request(loads: RouterL
     await stream.close()
     assert client._streams == {}
     await wait_for(lambda: not loads._requests)
-    send(client._inbox.address, End.by(TargetError("late"), "request"), Report("here", None, 3, 1))
+    send(client._address, End.by(TargetError("late"), "request"), Report("here", None, 3, 1))
     await wait_for(lambda: loads.depth("here") == 2)
 
 
@@ -203,7 +204,7 @@ async def test_routers_that_do_not_report_are_subscribed_to(
     loads.set_routers(["a", "b"])
     loads.note(Report("a", None))
     await wait_for(lambda: client._handle.broadcasts)
-    assert client._handle.broadcasts[0] == ("subscribe", client._inbox.address)
+    assert client._handle.broadcasts[0] == ("subscribe", client._address)
     loads.note(Report("b", None))
     await asyncio.sleep(0.03)
     client._handle.broadcasts.clear()

@@ -1,9 +1,10 @@
 """The HTTP application around the routes: the Guard, CORS, how bodies are parsed, and the form of every error."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -11,9 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from deployments.config import IngressConfig
 from deployments.errors import KINDS, ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
-from deployments.guard.admission import GENERATING_ROUTES, Admission
+from deployments.guard.admission import GENERATING_ROUTES, PREPARATION, Admission, Preparation
 from deployments.guard.body import Bodies, route_class
 from deployments.guard.middleware import Guard
+from deployments.ingress.event_ids import LastEventId
 from deployments.observe.tracing import TracedRequests, make_tracer
 from deployments.openai.types import ErrorBody, ResponseModel, to_json
 
@@ -27,6 +29,21 @@ def answers(
         status: {"model": error} for status in (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503)
     }
     return {200: {"model": model, **({"content": content} if streams else {})}, **errors}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What comes with the body of a generating request."""
+
+    preparation: Preparation
+    last_event_id: str | None
+
+
+async def _arrival(request: Request, last_event_id: LastEventId = None) -> Arrival:
+    return Arrival(request.scope[PREPARATION], last_event_id)
+
+
+Arrived = Annotated[Arrival, Depends(_arrival)]
 
 
 def json_response(body: ResponseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -73,23 +90,23 @@ def _document(api: FastAPI) -> None:
 
 
 def _handle_errors(api: FastAPI, admission: Admission) -> None:
-    def answer(kind: ErrorKind, body: dict[str, Any], error: Exception) -> Response:
-        if admission.is_preparing:
+    def answer(request: Request, kind: ErrorKind, body: dict[str, Any], error: Exception) -> Response:
+        if admission.is_preparing(request.scope.get(PREPARATION)):
             admission.count_refusal(kind)
         return JSONResponse(body, kind.status, headers_of(kind, error))
 
     @api.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         kind = kind_of_status(400)
-        return answer(kind, error_body(kind, *validation_message(error.errors(), error.body)), error)
+        return answer(request, kind, error_body(kind, *validation_message(error.errors(), error.body)), error)
 
     @api.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         error.detail = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-        return answer(*describe(error), error)
+        return answer(request, *describe(error), error)
 
-    async def raised(_: Request, error: Exception) -> Response:
-        return answer(*describe(error), error)
+    async def raised(request: Request, error: Exception) -> Response:
+        return answer(request, *describe(error), error)
 
     for error_class in KINDS:
         api.add_exception_handler(error_class, raised)

@@ -17,6 +17,8 @@ import pytest
 import ray
 from ray import serve
 
+from deployments.diagnosis.http_client import Client, Metrics
+
 ROOT = Path(__file__).parents[2]
 START_S = 180
 STOP_S = 120
@@ -61,6 +63,18 @@ def wait_until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None
                 return
         time.sleep(0.2)
     pytest.fail(log.read_text())
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def metrics(url: str) -> Metrics:
+    """What /metrics says over a new connection."""
+    return Client(url).metrics()
 
 
 class Server:

@@ -1,7 +1,5 @@
 """Applications that draft in other ways stream the text of plain decoding."""
 
-import time
-
 import httpx
 import pytest
 from ray import serve
@@ -11,7 +9,7 @@ from deployments.config import AppConfig
 from deployments.local.environment import serve_environment
 from engine.llm import LLM
 from engine.params import SamplingParams
-from tests.e2e.servers import serve_on_ray
+from tests.e2e.servers import metrics, serve_on_ray, wait_until
 from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -43,15 +41,10 @@ def url():
 def test_other_ways_to_draft_write_the_text_of_plain_decoding(url, pair, changes):
     names = {"target_model": pair[0], "draft_model": pair[1], "dtype": "float32", "compile": "off"}
     serve.run(app(AppConfig(**(names | {"speculation": "fixed"} | changes))))
-    deadline = time.monotonic() + 60
-    while httpx.get(f"{url}/ready", timeout=60).status_code != 200:
-        assert time.monotonic() < deadline
+    wait_until(lambda: httpx.get(f"{url}/ready", timeout=60).status_code == 200, 60)
     llm = LLM(pair[0], "none", dtype="float32", compile="off")
     for temperature in (0.0, 0.8):
         params = {"temperature": temperature, "seed": 5, "max_tokens": 60, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, **params}, timeout=60).json()
         assert answer["choices"][0]["text"] == llm.generate([PROMPT], SamplingParams(**params))[0].outputs[0].text
-    samples = [
-        line for line in httpx.get(f"{url}/metrics", timeout=60).text.splitlines() if "num_draft_tokens_total{" in line
-    ]
-    assert sum(float(line.rpartition(" ")[2]) for line in samples) > 0
+    assert metrics(url).total("vllm:spec_decode_num_draft_tokens_total") > 0

@@ -15,7 +15,7 @@ from tests.e2e.servers import Server, metrics, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
-NUM_TOKENS = 4000
+NUM_TOKENS = 1500
 """Of streams that outlast the loss of a worker."""
 REPLICA = "ServeReplica:default:Drafts"
 BODIES = [

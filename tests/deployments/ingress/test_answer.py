@@ -3,24 +3,20 @@
 import asyncio
 import json
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.errors import KINDS
 from deployments.ingress import answer as answer_module
-from deployments.ingress import ingress as ingress_module
 from deployments.ingress.answer import KEEP_ALIVE, Answer
 from deployments.ingress.event_ids import EventIds
 from deployments.openai.responses_writer import ResponsesWriter
-from deployments.openai.writer import Choice, Reply
-from engine.detokenizer import TokenBytes
+from deployments.openai.writer import Choice
 from engine.errors import ModelError, QueueFullError, TargetError
 from engine.protocols import FinishReason, RequestOutput
 from tests.deployments.conftest import make_app, make_client
@@ -58,50 +54,25 @@ async def test_fewer_chunks_have_the_same_content(
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
+        ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": True, "stream": True}),
         ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": True}),
-        ("/v1/completions", {"prompt": "abc", "prompt_logprobs": 2, "stream": False}),
+        ("/v1/completions", {"prompt": "abc", "prompt_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "stream": True}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
     ],
 )
-@pytest.mark.parametrize("stream", [True, False])
 async def test_many_log_probabilities_are_written_on_a_thread(
-    client: httpx.AsyncClient,
-    path: str,
-    fields: dict[str, Any],
-    stream: bool,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: set[str] = set()
-
-    class Traced(TokenBytes):
-        def __call__(self, token_id: int, *, is_first: bool = False) -> bytes:
-            threads.add(threading.current_thread().name)
-            return super().__call__(token_id, is_first=is_first)
-
-        def texts(self, token_ids: Sequence[int], *, is_first: bool = False) -> list[str]:
-            threads.add(threading.current_thread().name)
-            return super().texts(token_ids, is_first=is_first)
-
-    def reply(**fields: Any) -> Reply:
-        return Reply(**{**fields, "token_bytes": Traced(tokenizer)})
-
-    monkeypatch.setattr(ingress_module, "Reply", reply)
-    body = {"temperature": 0, "seed": 1, "max_tokens": 4, "ignore_eos": True, "stream": stream, **fields}
+    submitted: list[Any] = []
+    submit = answer_module._writing.submit
+    monkeypatch.setattr(answer_module._writing, "submit", lambda *call: submitted.append(call) or submit(*call))
     contents = []
-    for most, thread in ((10**6, "MainThread"), (0, "long answers_0")):
-        threads.clear()
+    for most, is_long in ((10**6, False), (0, True)):
         monkeypatch.setattr(answer_module, "MANY_LOGPROBS", most)
-        response = await client.post(path, json=body)
-        assert response.status_code == 200
-        assert threads == {thread}
-        if stream and fields.get("stream", True):
-            content = content_of(response)
-            content.pop("num_events")
-        else:
-            content = {name: response.json()[name] for name in ("choices", "usage")}
-            content["usage"].pop("prompt_tokens_details")  # the second request finds cached tokens
-        contents.append(content)
+        response = await client.post(path, json={"temperature": 0, "seed": 1, "max_tokens": 4, **fields})
+        assert bool(submitted) is is_long
+        contents.append(content_of(response) if "stream" in fields else response.json()["choices"])
     assert contents[0] == contents[1]
 
 

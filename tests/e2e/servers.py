@@ -18,6 +18,7 @@ import ray
 from ray import serve
 
 from deployments.diagnosis.http_client import Client, Metrics
+from tests.fakes.streams import data_of
 
 ROOT = Path(__file__).parents[2]
 START_S = 180
@@ -63,13 +64,6 @@ def wait_until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None
                 return
         time.sleep(0.2)
     pytest.fail(log.read_text())
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def metrics(url: str) -> Metrics:
@@ -155,9 +149,7 @@ async def stream_choices(client: httpx.AsyncClient, body: dict[str, Any]) -> lis
     """The choices of all chunks of a completion that streams to its end."""
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         assert response.status_code == 200, await response.aread()
-        events = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
-    assert events.pop() == "[DONE]"
-    chunks = list(map(json.loads, events))
+        chunks = list(map(json.loads, data_of([line async for line in response.aiter_lines()])))
     assert all("error" not in chunk for chunk in chunks), chunks[-1]
     return [choice for chunk in chunks for choice in chunk["choices"]]
 

@@ -9,8 +9,9 @@ from deployments.config import AppConfig
 from deployments.local.environment import serve_environment
 from engine.llm import LLM
 from engine.params import SamplingParams
-from tests.e2e.servers import metrics, serve_on_ray, wait_until
+from tests.e2e.servers import metrics, serve_on_ray
 from tests.models import save_model
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

@@ -13,8 +13,8 @@ from deployments.builder import app
 from deployments.config import AppConfig
 from tests.e2e.replicas import router_details, wait_until
 from tests.e2e.servers import metrics, serve_on_ray, stream_choices
-from tests.e2e.servers import wait_until as wait_for
 from tests.models import save_model
+from tests.waiting import wait_until as wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

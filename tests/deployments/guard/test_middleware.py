@@ -24,6 +24,7 @@ from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
 from tests.deployments.requests import http_scope
 from tests.deployments.serving import serving
+from tests.fakes.streams import events_of
 
 KEY = "secret-key"
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -334,8 +335,7 @@ async def test_an_error_in_mid_stream_holds_the_id(client: httpx.AsyncClient, ro
     routers.error = TargetError("gone")
     body = {**BODY, "stream": True, "max_tokens": 100}
     response = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
-    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    assert (events[-1]["error"]["request_id"], ids(response)) == ("mine", ["mine"])
+    assert (events_of(response.text)[-1]["error"]["request_id"], ids(response)) == ("mine", ["mine"])
 
 
 async def test_concurrent_requests_do_not_mix_their_ids(client: httpx.AsyncClient) -> None:

@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from tests.e2e.replicated.test_operating import agreed, all_know
-from tests.e2e.servers import Server, wait_until
+from tests.e2e.servers import Server
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

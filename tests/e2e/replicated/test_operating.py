@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from tests.e2e.replicated.conftest import PLAIN
-from tests.e2e.servers import Server, metrics, wait_until
+from tests.e2e.servers import Server, metrics
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

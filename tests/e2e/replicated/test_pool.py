@@ -11,7 +11,8 @@ import pytest
 
 from deployments.diagnosis.http_client import Client
 from tests.e2e.replicated.conftest import NUM_ROUTERS, PLAIN
-from tests.e2e.servers import Server, metrics, wait_until
+from tests.e2e.servers import Server, metrics
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

@@ -8,7 +8,8 @@ import pytest
 
 from engine.params import SamplingParams
 from engine.sampling.grammar_text import from_regex
-from tests.e2e.servers import metrics, wait_until
+from tests.e2e.servers import metrics
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

@@ -10,7 +10,8 @@ from deployments.local.haproxy_launcher import HEADER_TIMEOUT_S
 from deployments.local.haproxy_variables import find_haproxy
 from tests.bench import abuse
 from tests.bench.abuse import ABUSES, HEAVY, outcomes
-from tests.e2e.servers import Server, metrics, wait_until
+from tests.e2e.servers import Server, metrics
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.e2e,

@@ -24,7 +24,7 @@ from deployments.observe.logs import serve_logging
 from deployments.ray_internals import with_version
 from deployments.router.pooled_drafts import Drafts
 from deployments.router.router import Router
-from deployments.routing.loads import QueueDepthRouter
+from deployments.routing.choice import QueueDepthRouter
 from deployments.wire import DRAFTS
 from engine.config import PairConfig
 from engine.errors import ModelError

@@ -12,7 +12,7 @@ async def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> No
             await asyncio.sleep(0.001)
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 120) -> None:
     """Do the same without an event loop."""
     ends = time.monotonic() + timeout_s
     while not condition():

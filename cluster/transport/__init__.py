@@ -2,13 +2,13 @@
 
 A worker's `Server` answers one client; the Router's `Connector` turns the server's `Endpoint` into a `Link`. Between
 processes of one node they use a Unix socket, between nodes mutual TLS. All that a Router says to an Ingress goes one
-way, from an `Outbox` to an `Inbox`.
+way, from an `Outbox` to an inbox, by mutual TLS.
 
 In reading order: `link` (the Router's side, and the errors of a call), `server` (the worker's side), `inbox` (both ends
 of the one-way connection), `frames` (messages on a byte stream) and `credentials` (certificates).
 """
 
-from cluster.transport.inbox import Inbox, InboxAddress, Outbox
+from cluster.transport.inbox import InboxAddress, Outbox, open_inbox
 from cluster.transport.link import (
     ConnectionLostError,
     Connector,
@@ -26,7 +26,6 @@ __all__ = [
     "Connector",
     "DeadlineError",
     "Endpoint",
-    "Inbox",
     "InboxAddress",
     "Link",
     "OnBreak",
@@ -34,4 +33,5 @@ __all__ = [
     "PeerGoneError",
     "Server",
     "TransportError",
+    "open_inbox",
 ]

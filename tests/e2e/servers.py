@@ -17,6 +17,7 @@ import pytest
 import ray
 from ray import serve
 
+from deployments.diagnosis.http_client import Client, Metrics
 from tests.fakes import events_of
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,11 @@ def wait_until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None
                 return
         time.sleep(0.2)
     pytest.fail(log.read_text())
+
+
+def metrics(url: str) -> Metrics:
+    """What /metrics says over a new connection."""
+    return Client(url).metrics()
 
 
 class Server:

@@ -11,24 +11,19 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest
 
 from deployments.routing import loads as router_loads
-from deployments.routing.loads import BELIEVED_S, QueueDepthRouter, RouterLoads, problem_of
+from deployments.routing.choice import QueueDepthRouter
+from deployments.routing.loads import BELIEVED_S, RouterLoads, problem_of
 from deployments.routing.moving import Queue, plan_moves
 from deployments.wire import Report
 from tests.deployments.fakes import generation
+from tests.fakes import Clock
 
 CAPACITY = 8
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e.replicated.conftest import DRAIN_TIMEOUT_S
+from tests.e2e.replicated.conftest import DRAIN_TIMEOUT_S, PLAIN
 from tests.e2e.servers import STOP_S, Server
 from tests.fakes import data_of
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 @contextlib.contextmanager
 def streaming(server: Server) -> Iterator[Iterator[str]]:
     """Start a stream that lasts longer than the server; yields the lines after its first."""
-    body = {"prompt": "This PEP", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+    body = {"prompt": "This PEP", "max_tokens": 30_000, "ignore_eos": True, "stream": True, **PLAIN}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=STOP_S) as response:
         lines = response.iter_lines()
         next(lines)

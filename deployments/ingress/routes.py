@@ -79,8 +79,9 @@ def make_api(config: IngressConfig, keys: Sequence[str], admission: Admission) -
 def _document(api: FastAPI) -> None:
     """Remove FastAPI's own 422 from /openapi.json: validation errors are sent as 400. Add the forms of errors."""
     generate = api.openapi
-    errors = [(model, "serialization") for model in (ErrorBody, MessagesError)]
-    _, definitions = models_json_schema(errors, ref_template=REFERENCE)
+    _, definitions = models_json_schema(
+        [(ErrorBody, "serialization"), (MessagesError, "serialization")], ref_template=REFERENCE
+    )
 
     def openapi() -> dict[str, Any]:
         if api.openapi_schema is None:

@@ -11,6 +11,7 @@ from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import Request
 from engine.sampling.logits import Run, shape
+from engine.verification.rule import RULES
 from tests.engine.heads.cold_starts import KINDS, backend_of_kind
 from tests.engine.running import SAMPLING, make_engine, run, run_outputs
 
@@ -51,11 +52,11 @@ def joint_law(backend):
     return law
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 @pytest.mark.parametrize("spoiled", ["", "few tokens"])
-@pytest.mark.parametrize("verification", METHODS["head"].rules)
+@pytest.mark.parametrize("verification", [name for name in METHODS["head"].rules if not RULES[name].shares_noise])
 def test_three_tokens_have_the_targets_joint_law(verification, spoiled, kind, target_path):
-    """At 1e-5 each, a false alarm of the 6 tests of a kind has probability below 1e-4."""
+    """A head of chains and one of blocks; at 1e-5 each, a false alarm of all has probability below 1e-4."""
     backend = backend_of_kind(target_path, kind, spoiled)
     engine = make_engine(backend, drafting="head", verification=verification, **SAMPLING)
     texts = run(engine, [(PROMPT, replace(LAW, seed=seed)) for seed in range(1000)])

@@ -6,6 +6,6 @@
 - `health`: /live, /ready and /health.
 - `server_info`: models, version, fingerprint.
 - `event_ids`: where a stream continues after a lost connection.
-- `rounds`: rounds that are joined or cut for an event.
+- `pieces`: rounds that are joined or cut for an event.
 - `draining`: ends streams that outlast a shutdown.
 """

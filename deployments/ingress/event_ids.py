@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import Header
 
-from deployments.ingress.rounds import Sent, join, split
+from deployments.ingress.pieces import Sent, join, split
 from deployments.openai.writer import Reply, Writer
 from engine.errors import RequestError
 from engine.params import SamplingParams

@@ -158,35 +158,37 @@ async def test_a_client_cannot_name_a_request_in_the_engine(client: httpx.AsyncC
     assert response.headers["x-request-id"] == "mine"
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize(("is_stream", "has_headers"), [(True, True), (False, True), (True, False)])
 async def test_a_client_that_leaves_ends_its_request_whatever_its_headers(
-    config: AppConfig, routers: LocalRouters, rig: Rig, is_stream: bool
+    config: AppConfig, routers: LocalRouters, rig: Rig, is_stream: bool, has_headers: bool
 ) -> None:
+    """Before headers are sent, a stream's generator has not been started: nothing in it could end the request."""
     app = await make_app(config, routers)
     left = asyncio.Event()
     body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": %s}' % str(is_stream).lower().encode()
-    messages = [
-        {"type": "http.request", "body": body[i : i + 20], "more_body": i + 20 < len(body)}
-        for i in range(0, len(body), 20)
-    ]
+    pieces = [body[i : i + 20] for i in range(0, len(body), 20)]
 
-    async def receive():
-        if messages:
+    async def receive() -> Message:
+        if pieces:
             await asyncio.sleep(0.002)  # after the headers, and piece by piece
-            return messages.pop(0)
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
         await left.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message):
-        pass
+    async def send(message: Message) -> None:
+        if not has_headers:
+            left.set()
+            await asyncio.Event().wait()
 
     scope = http_scope("/v1/completions")
     scope["headers"].append((b"x-request-disconnect-disabled", b"?1"))
     call = asyncio.create_task(app(scope, receive, send))
-    while rig.verifier.num_rounds < 3:
+    while has_headers and rig.verifier.num_rounds < 3:
         await asyncio.sleep(0.001)
-    left.set()
-    await call
+    if has_headers:
+        left.set()
+    await asyncio.wait_for(call, 30)
+    assert routers.num_closed == 1
     assert rig.engine.num_requests == 0
     assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 

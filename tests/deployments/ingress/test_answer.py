@@ -21,7 +21,7 @@ from engine.errors import ModelError, QueueFullError, TargetError
 from engine.protocols import FinishReason, RequestOutput
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
-from tests.deployments.requests import GREEDY, events, http_scope
+from tests.deployments.requests import GREEDY, events
 
 
 def output(token: int, *, finish_reason: FinishReason | None = None, request_id: str = "a-0") -> RequestOutput:
@@ -205,34 +205,6 @@ async def test_every_request_is_closed_once_however_it_ends(
     routers.error = error
     await client.post("/v1/completions", json={"prompt": ["a", "bc"], **GREEDY, "stream": is_stream})
     assert routers.num_closed == 1
-    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
-
-
-async def test_a_client_that_leaves_before_the_headers_are_sent_ends_its_request(
-    config: AppConfig, routers: LocalRouters, rig: Rig
-) -> None:
-    """The generator of events has not been started then, so that nothing in it could end the request."""
-    app = await make_app(config, routers)
-    body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
-    messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
-    is_sending = asyncio.Event()
-
-    async def receive() -> Any:
-        if messages:
-            return messages.pop()
-        await is_sending.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        assert message["type"] == "http.response.start"
-        is_sending.set()
-        await asyncio.Event().wait()
-
-    scope = http_scope("/v1/completions")
-    async with asyncio.timeout(30):
-        await app(scope, receive, send)
-    assert routers.num_closed == 1
-    assert rig.engine.num_requests == 0
     assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 
 

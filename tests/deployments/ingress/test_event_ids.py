@@ -11,10 +11,9 @@ import pytest
 
 from deployments.config import AppConfig
 from deployments.ingress.event_ids import HEADER, MAX_CHOICES, EventId, EventIds, read_id
-from deployments.ingress.rounds import rest_of
 from deployments.openai.writer import Choice
 from engine.errors import RequestError
-from engine.protocols import RequestOutput, RoundTrace, TokenLogprobs
+from engine.protocols import RequestOutput, TokenLogprobs
 from tests.deployments.conftest import client_of, make_app, make_client
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY
@@ -189,14 +188,6 @@ async def test_a_text_that_differs_is_an_error_and_not_a_splice(client: httpx.As
 async def test_many_choices_have_no_ids(client: httpx.AsyncClient) -> None:
     body = {"prompt": ["a"] * (MAX_CHOICES + 1), "max_tokens": 1, "stream": True}
     assert "id: " not in (await client.post("/v1/completions", json=body)).text
-
-
-def test_what_is_left_of_a_tree_is_below_the_last_token_that_was_sent() -> None:
-    trace = RoundTrace(["a", "b", "c"], [1, 3], [5, 7, 8, 9], [-1, -1, 0, 1])
-    assert rest_of(trace, 0) == trace
-    assert rest_of(trace, 1) == RoundTrace(["b", "c"], [0], [9], [-1])
-    assert rest_of(trace, 2) == RoundTrace(["c"], [], [], [])
-    assert rest_of(trace, 3) == RoundTrace([], [], [], [])
 
 
 async def test_another_ingress_continues_a_stream_whose_rounds_were_others(

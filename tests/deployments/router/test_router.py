@@ -222,17 +222,14 @@ async def test_the_draft_is_described_as_soon_as_it_has_joined(router: Any) -> N
     assert (await router.describe()).draft == INFO
 
 
-async def test_the_autoscaler_is_told_of_all_sequences(router: Any, mail: Mail) -> None:
+async def test_the_autoscaler_is_told_of_all_sequences_and_that_the_target_is_down(router: Any, mail: Mail) -> None:
     request = call(router, generation(n=2, num_prompts=6, max_tokens=400), mail)
     await mail.outputs(12)
     assert router.record_autoscaling_stats() == {NUM_REQUESTS: 12, IS_RECOVERING: 0}
+    router._group.is_available = False
+    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 12, IS_RECOVERING: 1}
     request.cancel()
     await asyncio.wait([request])
-
-
-async def test_the_autoscaler_is_told_that_the_target_is_down(router: Any) -> None:
-    router._group.is_available = False
-    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 0, IS_RECOVERING: 1}
 
 
 async def test_a_health_check_has_a_lost_target_restarted(router: Any, rig: Rig) -> None:

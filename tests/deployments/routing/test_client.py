@@ -248,19 +248,19 @@ async def test_a_shutdown_ends_all_requests_and_those_that_come_later() -> None:
             await stream.next()
 
 
-async def test_metrics_are_those_of_all_ingresses_and_of_all_routers(ingresses: list[Any]) -> None:
+@pytest.mark.parametrize("has_pool", [False, True])
+async def test_metrics_are_those_of_all_ingresses_routers_and_drafts(
+    has_pool: bool, ingresses: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ingresses += [ReplicaMetrics("i2", []), TimeoutError()]
-    client = await routers(ReplicaMetrics("r1", []), TargetError("gone"), ReplicaMetrics("r2", []))
-    assert [replica.replica for replica in await client.collect()] == ["i1", "i2", "r1", "r2"]
-
-
-async def test_metrics_of_a_draft_pool_are_collected_too(ingresses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Handle(ReplicaMetrics("d1", []))
-    own = serve.get_deployment_handle
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda name, app: pool if name == "Drafts" else own(name, app))
-    routers = Handle(ReplicaMetrics("r1", []))
-    client = await ServeRouters.open(routers, "127.0.0.1", has_pool=True)
-    assert [replica.replica for replica in await client.collect()] == ["i1", "d1", "r1"]
+    pool, of_this_app = Handle(ReplicaMetrics("d1", [])), serve.get_deployment_handle
+    monkeypatch.setattr(
+        serve, "get_deployment_handle", lambda *names: pool if names[0] == "Drafts" else of_this_app(*names)
+    )
+    handle = Handle(ReplicaMetrics("r1", []), TargetError("gone"), ReplicaMetrics("r2", []))
+    client = await ServeRouters.open(handle, "127.0.0.1", has_pool=has_pool)
+    shown = [replica.replica for replica in await client.collect()]
+    assert shown == ["i1", "i2", *["d1"] * has_pool, "r1", "r2"]
 
 
 async def test_a_request_whose_router_is_lost_goes_to_another() -> None:

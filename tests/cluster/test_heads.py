@@ -11,8 +11,9 @@ import torch
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Connector, Endpoint
+from cluster.workers.draft_queue import DraftQueue
 from cluster.workers.features import FeatureSource, receiver
-from cluster.workers.responder import DraftResponder, TargetResponder
+from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.assembly import assemble
 from engine.drafting.model.feature_store import FeatureStore
@@ -21,7 +22,7 @@ from engine.execution.footprint import footprint
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import DeferringDrafter
-from tests.cluster.fakes import FakeLink
+from tests.cluster.fakes import FakeLink, queue_worker
 from tests.cluster.wire import NODE_ID, serving
 from tests.engine.heads.saved_heads import save_head
 from tests.models import save_llama
@@ -75,27 +76,22 @@ class Group:
         self.features.put("another request", 0, 0, memoryview(b""), dtype="float32", row_bytes=128)  # so drafts wait
         source = open_model(replace(self.target, head_only=True))
         engine = replace(self.engine_config, num_blocks=64)
-        assembly = assemble(open_model(self.target), source, engine)
-        draft = assembly.load_draft(run_ahead=self.run_ahead, features=self.features)
-        drafter, self.draft_info = assembly.method.make(engine, draft), draft.backend.info
-        responder = DraftResponder(drafter, capacity=16, version=1, features=self.features)
-
-        def answer(request):
-            reply = responder.answer(request)
-            while responder.work():
-                pass
-            return reply
-
-        self.drafter.connect(FakeLink(answer))
+        draft = assemble(open_model(self.target), source, engine).load_draft(
+            run_ahead=self.run_ahead, features=self.features
+        )
+        self.draft_info = draft.backend.info
+        self.link = FakeLink(queue_worker(DraftQueue(draft, engine, capacity=16, is_shared=False)))
+        self.drafter.connect(self.link, [].append)
         await self.introduce()
 
     async def introduce(self) -> None:
-        server = self._stack.enter_context(serving(self.source.identity, receiver(self.features)))
+        server = self._stack.enter_context(serving(self.source.identity, receiver(self.features, "1/")))
         self.source.connect(server.endpoint)
         await wait_for(lambda: self.source.has_room)
 
     def kill_draft(self) -> None:
-        self.drafter.disconnect("killed")
+        self.drafter.disconnect()
+        self.link.close()
         self._stack.close()
 
     def engine(self) -> Engine:

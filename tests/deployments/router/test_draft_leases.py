@@ -106,7 +106,6 @@ async def test_the_error_says_why_no_worker_is_leased() -> None:
 async def test_the_worker_of_a_lease_can_be_killed() -> None:
     replicas = [Replica("a"), Replica("b", 1)]
     leases = ServeLeases(Handle(*replicas), TARGET)
-    assert not await leases.kill(None)
     lease = await leases.take("router", 8, ())
     assert await leases.kill(lease)
     assert [replica.is_killed for replica in replicas] == [True, False]

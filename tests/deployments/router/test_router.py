@@ -245,7 +245,11 @@ async def test_a_worker_is_killed_by_the_group_and_a_router_by_itself_once_it_ha
     router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(Group, "kill", lambda _, process: process == "draft", raising=False)
+
+    async def kill(_: Group, process: str) -> bool:
+        return process == "draft"
+
+    monkeypatch.setattr(Group, "kill", kill, raising=False)
     monkeypatch.setattr("deployments.router.router.ANSWER_S", 0.0)
     monkeypatch.setattr("deployments.router.router.os.kill", lambda *call: killed.append(call))
     assert await router.kill("draft")
@@ -254,14 +258,3 @@ async def test_a_worker_is_killed_by_the_group_and_a_router_by_itself_once_it_ha
     assert killed == []
     await wait_for(lambda: killed)
     assert killed == [(os.getpid(), signal.SIGKILL)]
-
-
-async def test_a_leased_draft_worker_is_killed_in_the_pool(router: Any) -> None:
-    class Leases:
-        async def kill(self, lease: object) -> bool:
-            return lease == "the lease"
-
-    router._leases, router._group.lease = Leases(), None
-    assert not await router.kill("draft")
-    router._group.lease = "the lease"
-    assert await router.kill("draft")

@@ -1,9 +1,11 @@
 """Footprint: computes a model's memory from its configuration and file headers, before it loads."""
 
+import copy
 import math
 from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from engine.config import EngineConfig
@@ -12,9 +14,9 @@ from engine.heads.config import HeadConfig, read_head_config
 from engine.models.causal_lm import kv_shape
 from engine.models.layers.latent import EXPANDING
 from engine.models.layers.linear_layers import planned_states
-from engine.models.layers.packed_formats import FORMATS, check_quantization, saved_format
-from engine.models.layers.quantization import QuantizedLinear, layer_bytes, linear_layers, on_meta
-from engine.models.loader import kv_dtype
+from engine.models.layers.packed_formats import FORMATS, check_quantization
+from engine.models.layers.quantization import QuantizedLinear, layer_bytes, linear_layers
+from engine.models.loader import kv_dtype, skeleton_of
 from engine.models.packed_weights import PACKED, load_packed
 from engine.models.shards import ROWS, plan_of, style_of
 from engine.models.source import ModelSource
@@ -35,8 +37,8 @@ def footprint(
         ModelError: there is no such model, or it cannot be served.
     """
     configuration = source.loaded_configuration
-    check_quantization(source.config, configuration, world_size)
-    weight_bytes = _weight_bytes(source, bytes_per_weight, world_size)
+    check_quantization(source, world_size)
+    weight_bytes = _weight_bytes(source, dtype, bytes_per_weight, world_size)
     longest, cache_dtype = source.kind.context_length(configuration), kv_dtype(source.config)
     needs = of_weights(
         source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size,
@@ -100,14 +102,14 @@ def of_weights(
     return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len, state_bytes)
 
 
-def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:
-    quantization, model_config = source.config.quantization, source.loaded_configuration
-    if source.config.head_only or saved_format(model_config) == "gguf":
-        return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
+def _weight_bytes(source: ModelSource, dtype: torch.dtype, bytes_per_weight: int, world_size: int) -> int:
+    quantization, saved = source.config.quantization, source.saved_format
+    if source.config.head_only or saved == "gguf":
+        return sum(p.numel() for p in skeleton_of(source, dtype).parameters()) * bytes_per_weight
     plan = plan_of(source, world_size) if world_size > 1 else {}
-    if saved_format(model_config) in FORMATS:
-        return _packed_bytes(source, plan, bytes_per_weight, world_size)
-    module = on_meta(model_config) if world_size > 1 or quantization != "none" else None
+    if saved in FORMATS:
+        return _packed_bytes(source, copy.deepcopy(skeleton_of(source, dtype)), plan, bytes_per_weight, world_size)
+    module = skeleton_of(source, dtype) if world_size > 1 or quantization != "none" else None
     names, quantized = FileNames(module) if module is not None else None, dict[str, int]()
     for path, linear in linear_layers(module).items() if module is not None and quantization != "none" else ():
         style = style_of(plan, path)
@@ -126,9 +128,10 @@ def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -
     return total
 
 
-def _packed_bytes(source: ModelSource, plan: dict[str, str], bytes_per_weight: int, world_size: int) -> int:
+def _packed_bytes(
+    source: ModelSource, module: nn.Module, plan: dict[str, str], bytes_per_weight: int, world_size: int
+) -> int:
     """Return the memory of a rank's weights, by loading packed ones on the meta device."""
-    module = on_meta(source.loaded_configuration)
     load_packed(source, module, FileNames(module), torch.float32, torch.device("meta"))
     for name, child in list(module.named_modules()):
         if name.endswith(EXPANDING):

@@ -21,8 +21,8 @@ from engine.models.layers.fusion import fuse_projections
 from engine.models.layers.latent import cache_latents
 from engine.models.layers.linear_layers import prepare_linear_layers
 from engine.models.layers.mixed_layers import describe_layers
-from engine.models.layers.packed_formats import FORMATS, check_quantization, loading_arguments, saved_format
-from engine.models.layers.quantization import convert_torchao, on_meta
+from engine.models.layers.packed_formats import FORMATS, check_quantization, loading_arguments
+from engine.models.layers.quantization import check_groups, convert_torchao, on_meta
 from engine.models.packed_weights import load_packed
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
@@ -43,12 +43,14 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     device = resolve_device(source.config.device)
     dtype = resolve_dtype(source.config.dtype, device)
     configuration, kind = source.loaded_configuration, source.kind
-    check_quantization(source.config, configuration, shard.world_size if shard else 1)
-    has_torchao = source.config.quantization != "none" or saved_format(configuration) == "torchao"
+    check_quantization(source, shard.world_size if shard else 1)
+    has_torchao = source.config.quantization != "none" or source.saved_format == "torchao"
+    module = skeleton_of(source, dtype)
+    source.skeleton = None
     if shard is None or shard.world_size == 1:
-        module = _load_whole(source, dtype, device)
+        module = load_whole(source, module, dtype, device)
     else:
-        module = load_shard(source, shard, dtype, device)
+        module = load_shard(source, module, shard, dtype, device)
     module.eval().requires_grad_(False)
     num_parameters = num_weights(module)
     if has_torchao:
@@ -80,8 +82,23 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
 @names_model
 def check_module(source: ModelSource) -> nn.Module:
     """Return a model on the meta device; raise ModelError if the headers of its files show that it cannot be loaded."""
-    check_quantization(source.config, source.loaded_configuration, 1)
-    return _load_whole(source, torch.float32, torch.device("meta"))
+    check_quantization(source, 1)
+    return load_whole(source, skeleton_of(source, torch.float32), torch.float32, torch.device("meta"))
+
+
+def skeleton_of(source: ModelSource, dtype: torch.dtype) -> nn.Module:
+    """Return a model on the meta device; built once, for a survey that looks at it and the load that fills it.
+
+    Raises:
+        ModelError: the layers cannot be rounded as configured.
+    """
+    if source.skeleton is None:
+        configuration, model_class = copy.deepcopy(source.loaded_configuration), source.kind.model_class
+        like = {"attn_implementation": model_class.attention, "dtype": dtype}
+        source.skeleton = on_meta(configuration, model_class.loaded_by, **like)
+        if source.config.quantization == "int4":
+            check_groups(source.path, source.skeleton)
+    return source.skeleton
 
 
 def kv_dtype(config: ModelConfig) -> torch.dtype | None:
@@ -89,17 +106,14 @@ def kv_dtype(config: ModelConfig) -> torch.dtype | None:
     return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
 
 
-def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_whole(source: ModelSource, module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
-    configuration, model_class = source.loaded_configuration, source.kind.model_class
-    is_rounded, saved = source.config.quantization != "none", saved_format(configuration)
-    made_by, like = model_class.loaded_by, {"attn_implementation": model_class.attention, "dtype": dtype}
-    module = on_meta(copy.deepcopy(configuration), made_by, **like)
+    model_class, is_rounded, saved = source.kind.model_class, source.config.quantization != "none", source.saved_format
     if saved == "mxfp4":
         pack_experts(module)
     names = FileNames(module)
     is_as_saved = saved is None and has_names_of(source, module, names)
-    if not is_rounded and saved in (None, "mxfp4", *FORMATS) and made_by is AutoModelForCausalLM:
+    if not is_rounded and saved in (None, "mxfp4", *FORMATS) and model_class.loaded_by is AutoModelForCausalLM:
         full = load_packed(source, module, names, dtype, device) if saved in FORMATS else set[str]()
         if full is not None and (saved is not None or is_as_saved):
             fill(source, module, device, names, full=full)
@@ -108,8 +122,8 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
         raise ModelError(f"{source.path} has {size:,} weights, and its config.json describes {num_weights(module):,}")
     if device.type == "meta":
         return module
-    configuration = copy.deepcopy(configuration)
-    arguments = loading_arguments(source.config, configuration)
+    configuration = copy.deepcopy(source.loaded_configuration)
+    arguments = loading_arguments(source, configuration)
     logger.info("%s: transformers loads the weights, which it renames, converts or quantises", source.path)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if source.is_text_part:

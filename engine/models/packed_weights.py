@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.models.layers.packed_formats import FORMATS, PackedFormat, saved_format, unpacked
+from engine.models.layers.packed_formats import FORMATS, PackedFormat, unpacked
 from engine.models.layers.quantization import QuantizedLinear
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, assign, mapped_tensors, read, upload_to, window_of
@@ -34,7 +34,7 @@ def load_packed(
     Raises:
         ModelError: it does not, or a layer does not fit the model or the ranks.
     """
-    saved, settings = str(saved_format(source.configuration)), source.configuration.quantization_config
+    saved, settings = str(source.saved_format), source.configuration.quantization_config
     stored, modules = dict(mapped_tensors(source)), dict(module.named_modules())
     parameters: dict[str, Tensor] = module.state_dict(keep_vars=True)
     layers: dict[str, tuple[str, PackedFormat]] = {}

@@ -18,10 +18,9 @@ from engine.config import Quantization
 from engine.errors import ModelError
 from engine.models.causal_lm import Shard, holds_attention_whole, kv_shape
 from engine.models.layers.experts import group_experts, pack_experts, slice_experts
-from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.layers.linear_layers import has_state
-from engine.models.layers.packed_formats import FORMATS, saved_format
-from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, linear_layers, on_meta
+from engine.models.layers.packed_formats import FORMATS
+from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, linear_layers
 from engine.models.layers.reducer import register, sum_output, sum_over_ranks
 from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
@@ -91,15 +90,16 @@ class QuantizedRowLinear(_Summed, QuantizedLinear):
     """The same with quantised weights, whose scales are those of all inputs."""
 
 
-def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Build the model on the meta device, replace its sliced layers, and read this rank's slice of every weight.
+def load_shard(
+    source: ModelSource, module: nn.Module, shard: Shard, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """Replace the sliced layers of a model on the meta device, and read this rank's slice of every weight.
 
     Raises:
         ModelError: the model has no plan, an unsupported style, or sizes that are not divisible by the ranks.
     """
     plan = plan_of(source, shard.world_size)
-    module = on_meta(source.configuration, attn_implementation=ATTENTION_NAME, dtype=dtype)
-    saved = saved_format(source.configuration)
+    saved = source.saved_format
     for name, child in list(module.named_modules()):
         style = style_of(plan, name)
         if style == _EXPERTS and hasattr(child, "down_proj"):
@@ -159,7 +159,7 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
     others = {style for name, style in plan.items() if plan.get(name.rpartition(".")[0]) != _EXPERTS}
     if unsupported := sorted(others - {_COLUMNS, ROWS, _PACKED_COLUMNS, _EXPERTS} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
-    if _PACKED_COLUMNS in others and saved_format(config) in FORMATS:
+    if _PACKED_COLUMNS in others and source.saved_format in FORMATS:
         raise ModelError(f"{path} is saved quantised, gate and up in one tensor, which is not split over ranks")
     if not set(plan.values()) - _WHOLE:
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan leaves every layer whole")

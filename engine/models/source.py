@@ -25,6 +25,7 @@ _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 """How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class ModelSource:
 
     Attributes:
         is_text_part: whether the files hold more than the model of the configuration, which writes text only.
+        skeleton: the model without weights, from its survey until it is loaded; see `loader.skeleton_of`.
 
     Each property raises ModelError if there is no such model, or if its files cannot be read or served.
     """
@@ -55,6 +57,7 @@ class ModelSource:
         self.config = config
         self.path = config.path
         self.is_text_part = False
+        self.skeleton: nn.Module | None = None
         self._kinds = kinds
 
     @cached_property
@@ -134,6 +137,12 @@ class ModelSource:
         configuration = copy.deepcopy(self.configuration)
         keep_layers(configuration, 0)
         return configuration
+
+    @cached_property
+    def saved_format(self) -> str | None:
+        """The name of the quantised format that the weights are saved in; None if they are floats."""
+        settings = getattr(self.configuration, "quantization_config", None)
+        return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
 
     @cached_property
     def generation_settings(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 
 from engine import LLM, SamplingParams
 from engine.models.causal_lm import CausalLM
-from engine.models.loader import _load_whole
+from engine.models.loader import load_whole, skeleton_of
 from tests.engine.running import chains, make_engine, run
 from tests.engine.tiny import T5_SIZES, backend_of, check_same, save, source_of
 from tests.fakes import sharpen
@@ -98,7 +98,8 @@ def test_a_served_family_has_the_weights_that_transformers_loads(name, tmp_path)
     save_family(name, tmp_path)
     source = source_of(tmp_path)
     module = CausalLM.load_module(source.directory, source.configuration, torch.bfloat16)
-    check_same(_load_whole(source, torch.bfloat16, torch.device("cpu")), module)
+    skeleton = skeleton_of(source, torch.bfloat16)
+    check_same(load_whole(source, skeleton, torch.bfloat16, torch.device("cpu")), module)
 
 
 @pytest.mark.slow

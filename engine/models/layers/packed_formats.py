@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import GgufConfig, PreTrainedConfig, TorchAoConfig
 
-from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.models.layers.quantization import QuantizedLinear, check_groups, pack_nibbles, torchao_settings
+from engine.models.layers.quantization import QuantizedLinear, pack_nibbles, torchao_settings
+from engine.models.source import ModelSource
 
 
 class PackedFormat(NamedTuple):
@@ -60,15 +60,9 @@ _OTHERS = {"gguf": ["gguf", "accelerate"], "mxfp4": [], "torchao": ["torchao"]}
 """Other formats that are served, and the packages that load them on a CPU."""
 
 
-def saved_format(model_config: PreTrainedConfig) -> str | None:
-    """Return the name of a saved model's quantised format; None if it has none."""
-    settings: dict[str, Any] | None = getattr(model_config, "quantization_config", None)
-    return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
-
-
-def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
+def check_quantization(source: ModelSource, world_size: int) -> None:
     """Raise ModelError if the quantisation cannot be served; it names the missing requirement."""
-    saved, name = saved_format(model_config), config.quantization
+    config, saved, name = source.config, source.saved_format, source.config.quantization
     if saved is not None and name != "none":
         raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
     if saved is None and name == "none":
@@ -79,7 +73,7 @@ def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, worl
             f"{', '.join(sorted({*FORMATS, *_OTHERS}))}, or the unquantised one with quantization int8, int4 or fp8"
         )
     for field, served in _SETTINGS.get(saved or "", {}).items():
-        if (value := model_config.quantization_config.get(field)) is not None and value not in served:
+        if (value := source.configuration.quantization_config.get(field)) is not None and value not in served:
             values = ", ".join(str(one or "none") for one in served)
             raise ModelError(f"{config.path} is quantised as {saved} with {field} {value!r}; served: {values}")
     packages = ["torchao"] if saved is None else _OTHERS.get(saved, [])
@@ -90,18 +84,16 @@ def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, worl
         )
     if saved in _OTHERS and saved != "mxfp4" and world_size > 1:
         raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
-    if name == "int4":
-        check_groups(config.path, model_config)
 
 
-def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
+def loading_arguments(source: ModelSource, model_config: PreTrainedConfig) -> dict[str, Any]:
     """Return transformers' arguments for loading a model quantised, or as floats; changes the configuration for it."""
-    if config.quantization != "none":
-        return {"quantization_config": TorchAoConfig(torchao_settings(config.quantization))}
-    if saved_format(model_config) == "gguf":
+    if source.config.quantization != "none":
+        return {"quantization_config": TorchAoConfig(torchao_settings(source.config.quantization))}
+    if source.saved_format == "gguf":
         file = model_config.__dict__.pop("quantization_config")["gguf_file"]
         return {"gguf_file": file, "quantization_config": GgufConfig(dequantize=True)}
-    if saved_format(model_config) in FORMATS:
+    if source.saved_format in FORMATS:
         model_config.quantization_config["dequantize"] = True
     return {}
 

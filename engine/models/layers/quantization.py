@@ -32,9 +32,9 @@ _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _INPUT_SETTINGS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
 
 
-def check_groups(path: str, model_config: PreTrainedConfig) -> None:
+def check_groups(path: str, module: nn.Module) -> None:
     """Raise ModelError if a layer's inputs cannot be rounded in groups."""
-    for layer_name, layer in linear_layers(on_meta(model_config)).items():
+    for layer_name, layer in linear_layers(module).items():
         if layer.in_features % GROUP_SIZE:
             raise ModelError(
                 f"{path}: int4 needs layers whose number of inputs is a multiple of {GROUP_SIZE}, but "

@@ -12,6 +12,8 @@ from engine.config import ModelConfig
 from engine.execution.cuda import compiled_layers, linear
 from engine.models import shards
 from engine.models.causal_lm import Shard
+from engine.models.layers.layer_attention import ATTENTION_NAME
+from engine.models.layers.quantization import on_meta
 from tests.engine.ranks import AbsentOthers
 
 RANKS = 4
@@ -32,9 +34,10 @@ def rank(monkeypatch):
     monkeypatch.setattr(linear, "sum_in_order", lambda: None)
     monkeypatch.setattr(linear, "cublas_agrees", lambda *_, **__: True)
     config = ModelConfig("70B")
-    source = SimpleNamespace(path="70B", configuration=LLAMA_70B, config=config)
+    source = SimpleNamespace(path="70B", configuration=LLAMA_70B, config=config, saved_format=None)
     shard = Shard(0, RANKS, AbsentOthers())
-    module = shards.load_shard(source, shard, torch.bfloat16, torch.device("meta"))
+    skeleton = on_meta(LLAMA_70B, attn_implementation=ATTENTION_NAME, dtype=torch.bfloat16)
+    module = shards.load_shard(source, skeleton, shard, torch.bfloat16, torch.device("meta"))
     linear.make_invariant(module, torch.bfloat16)
     return module
 

@@ -64,9 +64,8 @@ def test_a_model_read_from_its_files_is_the_one_that_transformers_loads(family, 
     source = source_of(tmp_path)
     settings = source.configuration.to_dict()
     caplog.set_level("INFO", "engine.models.loader")
-    check_same(
-        loader._load_whole(source, dtype, CPU), CausalLM.load_module(source.directory, source.configuration, dtype)
-    )
+    module = loader.load_whole(source, loader.skeleton_of(source, dtype), dtype, CPU)
+    check_same(module, CausalLM.load_module(source.directory, source.configuration, dtype))
     assert source.configuration.to_dict() == settings
     assert ("transformers loads the weights" in caplog.text) is (loaded_by == "transformers")
 
@@ -76,7 +75,8 @@ def test_what_transformers_converts_is_converted_on_the_device(tmp_path, monkeyp
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)  # under names without "model."
     device, arguments = torch.device("cuda"), {}
     monkeypatch.setattr(CausalLM, "load_module", lambda *_, **given: arguments.update(given) or torch.nn.Module())
-    loader._load_whole(source_of(tmp_path), torch.bfloat16, device)
+    source = source_of(tmp_path)
+    loader.load_whole(source, loader.skeleton_of(source, torch.bfloat16), torch.bfloat16, device)
     assert arguments == {"device_map": {"": device}}
 
 

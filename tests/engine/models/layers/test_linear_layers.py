@@ -111,9 +111,10 @@ def test_the_first_layers_have_the_states_and_keys_of_these_layers(count, backen
 @torch.inference_mode()
 def test_the_loaded_weights_are_those_that_transformers_loads(path, backend, reference):
     """A backend fuses projections, so this loads another one."""
-    from engine.models.loader import _load_whole
+    from engine.models.loader import load_whole, skeleton_of
 
-    check_same(_load_whole(source_of(path), torch.float32, torch.device("cpu")), reference)
+    source = source_of(path)
+    check_same(load_whole(source, skeleton_of(source, torch.float32), torch.float32, torch.device("cpu")), reference)
 
 
 def test_planned_states_are_those_of_the_loaded_model(backend):

@@ -69,7 +69,7 @@ class Assembly:
         assert self.draft is not None, "the method drafts with a model"
         method, engine = self.method, self.engine
         model, branches = load_target(self.draft), method.branches(engine, run_ahead=run_ahead)
-        invariant = rule_of(engine.verification).needs_invariant_draft
+        invariant = rule_of(engine.verification).needs_draft_rows
         backend = make_backend(model, self.draft, engine, invariant=invariant, branches=branches)
         backend = translated(backend, self.target, self.draft, self.shared_ids)
         features = features if method.reads_features else None

@@ -1,7 +1,9 @@
-"""DFlashHead and DSparkHead: predict a block of masked places in one pass.
+"""DFlashHead: predicts a block of masked places in one pass.
 
 In DFlash (Chen et al., arXiv:2602.06036), keys and values of the context are projections of the target's features, and
-each belongs to one token alone. DSpark (arXiv:2607.05147) adds a bias by the token that is drawn before a place.
+each belongs to one token alone. DSpark (arXiv:2607.05147) adds a bias by the token that is drawn before a place. Its
+confidence head is not read: it predicts how much two distributions overlap, not whether their draws agree under shared
+noise, and whether one more token pays depends on the load, which the planner measures.
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ class DFlashHead(Head):
         super().__init__(config, embed_tokens, lm_head, first_layer)
         layers: Any = config.layers
         self.num_unread = int(not config.sample_from_anchor)
-        self.markov_head: MarkovHead | None = None
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
         layers._attn_implementation = ATTENTION_NAME
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, layers.hidden_size, bias=config.fc_bias)
         self.hidden_norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
@@ -68,18 +70,6 @@ class DFlashHead(Head):
         if self.markov_head is not None and self.markov_head.reads_hidden:
             paged.write_states(hidden[0], logits_to_keep)  # the verification overwrites them
         return HeadOutput(self.vocab_logits(hidden))
-
-
-class DSparkHead(DFlashHead):
-    """A DFlash head whose places also depend on the token that is drawn before them.
-
-    Its confidence head is not read: it predicts how much two distributions overlap, not whether their draws agree under
-    shared noise, and whether one more token pays depends on the load, which the planner measures.
-    """
-
-    def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
-        super().__init__(config, embed_tokens, lm_head, first_layer)
-        self.markov_head = MarkovHead(config) if config.markov_rank else None
 
 
 class MarkovHead(nn.Module):

@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from engine.heads.config import read_head_config
-from engine.heads.dflash import DFlashHead, DSparkHead
+from engine.heads.dflash import DFlashHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head import Head, head_model
 from engine.heads.head_weights import fill_head
@@ -30,7 +30,7 @@ HEADS: Mapping[str, type[Head]] = {
     "eagle3": Eagle3Head,
     "peagle": PEagleHead,
     "dflash": DFlashHead,
-    "dspark": DSparkHead,
+    "dspark": DFlashHead,
     "mtp": MtpHead,
 }
 

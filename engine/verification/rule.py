@@ -38,7 +38,8 @@ class Rule:
 
     Attributes:
         decide: the decision; `draft_rows.decide_by` makes one of an `accept` function.
-        needs_draft_rows: drafts must carry the distributions that their tokens were sampled from.
+        needs_draft_rows: drafts must carry the distributions that their tokens were sampled from. Then no number of the
+            draft may depend on its batch; else its rounding never changes a text.
         shares_noise: the target draws a token at every row with the noise that the draft drew with. The target's pass
             may then draw these tokens itself, and the draft can foresee them.
         independent_siblings: draft tokens after the same text must be sampled independently; else without replacement.
@@ -48,11 +49,6 @@ class Rule:
     needs_draft_rows: bool = False
     shares_noise: bool = False
     independent_siblings: bool = False
-
-    @property
-    def needs_invariant_draft(self) -> bool:
-        """Whether no number of the draft may depend on its batch; if not, its rounding never changes a text."""
-        return self.needs_draft_rows
 
 
 RULES: Mapping[str, Rule] = {

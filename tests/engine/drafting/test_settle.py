@@ -50,6 +50,15 @@ def test_a_configuration_chooses_one_method(settings, has_draft_model, expected)
         ),
         ({"drafting": "self"}, "drafting is 'self', which needs self_draft_layers"),
         ({"self_draft_layers": 2}, "self_draft_layers is set, but drafting is 'auto', which does not draft with the"),
+        (
+            {"drafting": "tests.examples.drafter:Other"},
+            "drafting is 'tests.examples.drafter:Other', which cannot be imp",
+        ),
+        ({"drafting": f"{__name__}:__name__"}, "it must be a class of drafters or a Method"),
+        ({"drafting": "os:system"}, "it must be a class of drafters or a Method"),
+        ({"drafting": "...:Other"}, "cannot be imported: the 'package' argument is required"),
+        ({"drafting": f"{__name__}:DIRECT"}, "verification is 'coupled', but drafting is .*, which allows block"),
+        ({"verification": "tests.examples.rule:accept"}, "it must be an engine.verification.rule.Rule"),
     ],
 )
 def test_settings_that_do_not_fit_each_other_are_refused_with_both_names(settings, message):
@@ -66,14 +75,11 @@ def test_run_ahead_is_refused_where_drafts_need_to_know_the_verdict():
         check_run_ahead(EngineConfig(**settings), "on")
 
 
-def test_a_method_without_its_draft_model_is_refused():
-    with pytest.raises(ConfigError, match="drafting is 'model', which needs a draft_model"):
-        choose_method(EngineConfig(drafting="model"), has_draft_model=False)
-
-
 @pytest.mark.parametrize(
     ("settings", "draft", "num_speculative_tokens"),
     [
+        ({"drafting": "self", "self_draft_layers": 2}, None, 4),
+        ({"drafting": "self", "self_draft_layers": 2, "draft_model": "none"}, None, 4),
         ({"draft_model": "/small"}, "/small", 4),
         ({"target_model": "/big"}, None, 4),
         ({"draft_model": "/small", "drafting": "ngram"}, None, 4),
@@ -89,11 +95,8 @@ def test_only_a_method_that_uses_the_draft_model_loads_it(settings, draft, num_s
 
 
 def test_a_draft_model_beside_a_target_that_drafts_for_itself_is_refused():
-    settings = {"drafting": "self", "self_draft_layers": 2}
     with pytest.raises(ConfigError, match="draft_model is '/small', but drafting is 'self', which uses none"):
-        settle(PairConfig(draft_model="/small", **settings))
-    for draft_model in ("auto", "none"):
-        assert settle(PairConfig(draft_model=draft_model, **settings)).draft is None
+        settle(PairConfig(draft_model="/small", drafting="self", self_draft_layers=2))
 
 
 def test_an_llm_refuses_a_method_before_it_loads_anything():
@@ -137,25 +140,6 @@ def test_a_method_that_does_not_fit_an_encoder_decoder_is_refused(method, messag
 
 
 DIRECT = Method("draft", lambda config, draft: NoDrafter(), rules=("block",))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"drafting": "tests.examples.drafter:Other"},
-            "drafting is 'tests.examples.drafter:Other', which cannot be imp",
-        ),
-        ({"drafting": f"{__name__}:__name__"}, "it must be a class of drafters or a Method"),
-        ({"drafting": "os:system"}, "it must be a class of drafters or a Method"),
-        ({"drafting": "...:Other"}, "cannot be imported: the 'package' argument is required"),
-        ({"drafting": f"{__name__}:DIRECT"}, "verification is 'coupled', but drafting is .*, which allows block"),
-        ({"verification": "tests.examples.rule:accept"}, "it must be an engine.verification.rule.Rule"),
-    ],
-)
-def test_a_wrong_import_path_is_refused_at_the_start(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        choose_method(EngineConfig(**settings), has_draft_model=True)
 
 
 @pytest.fixture

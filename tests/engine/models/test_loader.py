@@ -107,14 +107,10 @@ def test_an_architecture_that_cannot_be_served_exactly_is_refused_by_its_configu
         model_of(tmp_path)
 
 
-@pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_a_gpu_is_the_processs_current_one_with_its_index(device, cuda):
+@pytest.mark.parametrize(("device", "resolved"), [("cuda", SECOND_GPU), ("auto", SECOND_GPU), ("cpu", CPU)])
+def test_a_gpu_is_the_processs_current_one_with_its_index_unless_the_cpu_is_configured(device, resolved, cuda):
     """NCCL needs the index: "cuda" alone is not equal to "cuda:1"."""
-    assert resolve_device(device) == SECOND_GPU
-
-
-def test_the_cpu_is_taken_where_it_is_configured_in_spite_of_a_gpu(cuda):
-    assert resolve_device("cpu") == CPU
+    assert resolve_device(device) == resolved
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(monkeypatch):
@@ -124,17 +120,17 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(monkeypatch):
         resolve_device("cuda")
 
 
-@pytest.mark.parametrize("device", [CPU, SECOND_GPU])
-def test_a_configured_dtype_is_taken(device):
-    assert resolve_dtype("float16", device) is torch.float16
-
-
-@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
-def test_a_gpu_serves_in_bfloat16_unless_it_is_too_old_for_it(has_bf16, dtype, cuda, monkeypatch):
+@pytest.mark.parametrize(
+    ("configured", "device", "has_bf16", "dtype"),
+    [
+        ("float16", CPU, True, torch.float16),
+        ("float16", SECOND_GPU, True, torch.float16),
+        ("auto", SECOND_GPU, True, torch.bfloat16),
+        ("auto", SECOND_GPU, False, torch.float16),
+        ("auto", CPU, True, torch.float32),
+    ],
+)
+def test_weights_have_16_bits_on_a_gpu_unless_configured(configured, device, has_bf16, dtype, cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
-    assert resolve_dtype("auto", SECOND_GPU) is dtype
-
-
-def test_a_cpu_serves_in_float32_even_where_it_multiplies_bfloat16_faster(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert resolve_dtype("auto", CPU) is torch.float32
+    assert resolve_dtype(configured, device) is dtype

@@ -74,13 +74,6 @@ def one(params, *, committed=(1, 2), prompt_length=2, depth=0, path=(), end_ids=
     return Run(Request("", list(committed), prompt_length, params), [depth], [list(path)], end_ids)
 
 
-def test_a_greedy_row_takes_the_highest_logit_whatever_else_is_set():
-    run = one(SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.2, seed=4))
-    shaped = shape(torch.tensor([[0.1, 0.3, 0.2]]), [run])
-    assert draw(shaped, [run]).tolist() == [1]
-    assert probabilities(shaped, [run]).tolist() == [[0, 1, 0]]
-
-
 def test_a_row_is_shaped_and_drawn_alike_in_every_batch():
     chance = random.Random(1)
     runs = [random_run(chance)[0] for _ in range(12)]

@@ -14,10 +14,10 @@ from engine.heads.config import HeadConfig, read_head_config
 from engine.models.causal_lm import kv_shape
 from engine.models.layers.latent import EXPANDING
 from engine.models.layers.linear_layers import planned_states
-from engine.models.layers.packed_formats import FORMATS, check_quantization
+from engine.models.layers.packed_formats import FORMATS
 from engine.models.layers.quantization import QuantizedLinear, layer_bytes, linear_layers
 from engine.models.loader import kv_dtype, skeleton_of
-from engine.models.packed_weights import PACKED, load_packed
+from engine.models.packed_weights import PACKED, check_quantization, load_packed
 from engine.models.shards import ROWS, plan_of, style_of
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, mapped_tensors

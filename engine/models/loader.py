@@ -21,9 +21,9 @@ from engine.models.layers.fusion import fuse_projections
 from engine.models.layers.latent import cache_latents
 from engine.models.layers.linear_layers import prepare_linear_layers
 from engine.models.layers.mixed_layers import describe_layers
-from engine.models.layers.packed_formats import FORMATS, check_quantization, loading_arguments
+from engine.models.layers.packed_formats import FORMATS
 from engine.models.layers.quantization import check_groups, convert_torchao, on_meta
-from engine.models.packed_weights import load_packed
+from engine.models.packed_weights import check_quantization, load_packed, loading_arguments
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
 from engine.models.weights import TEXT_PART, FileNames, fill, has_names_of

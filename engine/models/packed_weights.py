@@ -1,19 +1,23 @@
-"""Packed weights: replaces a model's linear layers by quantised ones, as a published checkpoint has them.
+"""Packed weights: which saved formats are served, and how a checkpoint's quantised layers replace a model's.
 
 What no product of ours reads becomes floats: output heads, embeddings, experts, and layers whose groups are not alike.
 What a checkpoint leaves as floats stays so: `weights.fill` reads it, as it does for any model.
 """
 
+import importlib.util
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GgufConfig, PreTrainedConfig, TorchAoConfig
 
 from engine.errors import ModelError
 from engine.models.layers.packed_formats import FORMATS, PackedFormat, unpacked
-from engine.models.layers.quantization import QuantizedLinear
+from engine.models.layers.quantization import QuantizedLinear, torchao_settings
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, assign, mapped_tensors, read, upload_to, window_of
 
@@ -21,6 +25,52 @@ logger = logging.getLogger(__name__)
 
 PACKED = (torch.uint8, torch.int32, torch.int8, torch.float8_e4m3fn)
 """Number formats of weights that are saved quantised."""
+_SETTINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "awq": {"bits": [4], "version": ["gemm", "GEMM"], "format": ["gemm"]},
+    "gptq": {"bits": [4, 8], "checkpoint_format": ["gptq", "gptq_v2"], "format": ["gptq", "gptq_v2"]},
+    "compressed-tensors": {"transform_config": [{}]},
+}
+"""The values of settings that are served; others change the tensors."""
+_OTHERS = {"gguf": ["gguf", "accelerate"], "mxfp4": [], "torchao": ["torchao"]}
+"""Other formats that are served, and the packages that load them on a CPU."""
+
+
+def check_quantization(source: ModelSource, world_size: int) -> None:
+    """Raise ModelError if the quantisation cannot be served; it names the missing requirement."""
+    config, saved, name = source.config, source.saved_format, source.config.quantization
+    if saved is not None and name != "none":
+        raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
+    if saved is None and name == "none":
+        return
+    if saved is not None and saved not in {*FORMATS, *_OTHERS}:
+        raise ModelError(
+            f"{config.path} is quantised as {saved}, which is not served; use a model that is saved as "
+            f"{', '.join(sorted({*FORMATS, *_OTHERS}))}, or the unquantised one with quantization int8, int4 or fp8"
+        )
+    for field, served in _SETTINGS.get(saved or "", {}).items():
+        if (value := source.configuration.quantization_config.get(field)) is not None and value not in served:
+            values = ", ".join(str(one or "none") for one in served)
+            raise ModelError(f"{config.path} is quantised as {saved} with {field} {value!r}; served: {values}")
+    packages = ["torchao"] if saved is None else _OTHERS.get(saved, [])
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise ModelError(
+            f"{config.path}: {saved or name} needs the package {' and '.join(missing)}, which is not installed; "
+            "`pip install 'paceline[quantization]'` installs it"
+        )
+    if saved in _OTHERS and saved != "mxfp4" and world_size > 1:
+        raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
+
+
+def loading_arguments(source: ModelSource, model_config: PreTrainedConfig) -> dict[str, Any]:
+    """Return transformers' arguments for loading a model quantised, or as floats; changes the configuration for it."""
+    if source.config.quantization != "none":
+        return {"quantization_config": TorchAoConfig(torchao_settings(source.config.quantization))}
+    if source.saved_format == "gguf":
+        file = model_config.__dict__.pop("quantization_config")["gguf_file"]
+        return {"gguf_file": file, "quantization_config": GgufConfig(dequantize=True)}
+    if source.saved_format in FORMATS:
+        model_config.quantization_config["dequantize"] = True
+    return {}
 
 
 def load_packed(

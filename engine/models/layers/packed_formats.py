@@ -4,17 +4,14 @@ A weight is `(integer - zero) * scale`. Integers in words of 32 bits, and their 
 their range is subtracted from both.
 """
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GgufConfig, PreTrainedConfig, TorchAoConfig
 
 from engine.errors import ModelError
-from engine.models.layers.quantization import QuantizedLinear, pack_nibbles, torchao_settings
-from engine.models.source import ModelSource
+from engine.models.layers.quantization import QuantizedLinear, pack_nibbles
 
 
 class PackedFormat(NamedTuple):
@@ -49,53 +46,6 @@ FORMATS: Mapping[str, Sequence[PackedFormat]] = {
     "mxfp8": [PackedFormat("weight", "weight_scale_inv")],
 }
 """The formats of layers, by the name that `quant_method` has in a configuration."""
-
-_SETTINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "awq": {"bits": [4], "version": ["gemm", "GEMM"], "format": ["gemm"]},
-    "gptq": {"bits": [4, 8], "checkpoint_format": ["gptq", "gptq_v2"], "format": ["gptq", "gptq_v2"]},
-    "compressed-tensors": {"transform_config": [{}]},
-}
-"""The values of settings that are served; others change the tensors."""
-_OTHERS = {"gguf": ["gguf", "accelerate"], "mxfp4": [], "torchao": ["torchao"]}
-"""Other formats that are served, and the packages that load them on a CPU."""
-
-
-def check_quantization(source: ModelSource, world_size: int) -> None:
-    """Raise ModelError if the quantisation cannot be served; it names the missing requirement."""
-    config, saved, name = source.config, source.saved_format, source.config.quantization
-    if saved is not None and name != "none":
-        raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
-    if saved is None and name == "none":
-        return
-    if saved is not None and saved not in {*FORMATS, *_OTHERS}:
-        raise ModelError(
-            f"{config.path} is quantised as {saved}, which is not served; use a model that is saved as "
-            f"{', '.join(sorted({*FORMATS, *_OTHERS}))}, or the unquantised one with quantization int8, int4 or fp8"
-        )
-    for field, served in _SETTINGS.get(saved or "", {}).items():
-        if (value := source.configuration.quantization_config.get(field)) is not None and value not in served:
-            values = ", ".join(str(one or "none") for one in served)
-            raise ModelError(f"{config.path} is quantised as {saved} with {field} {value!r}; served: {values}")
-    packages = ["torchao"] if saved is None else _OTHERS.get(saved, [])
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise ModelError(
-            f"{config.path}: {saved or name} needs the package {' and '.join(missing)}, which is not installed; "
-            "`pip install 'paceline[quantization]'` installs it"
-        )
-    if saved in _OTHERS and saved != "mxfp4" and world_size > 1:
-        raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
-
-
-def loading_arguments(source: ModelSource, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return transformers' arguments for loading a model quantised, or as floats; changes the configuration for it."""
-    if source.config.quantization != "none":
-        return {"quantization_config": TorchAoConfig(torchao_settings(source.config.quantization))}
-    if source.saved_format == "gguf":
-        file = model_config.__dict__.pop("quantization_config")["gguf_file"]
-        return {"gguf_file": file, "quantization_config": GgufConfig(dequantize=True)}
-    if source.saved_format in FORMATS:
-        model_config.quantization_config["dequantize"] = True
-    return {}
 
 
 def unpacked(

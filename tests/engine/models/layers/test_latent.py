@@ -145,6 +145,7 @@ def test_on_a_gpu_it_runs_eagerly_and_says_why(deepseek, caplog):
     assert "runs eagerly: its latents are too wide" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_compiled_passes_compute_the_same(deepseek):

@@ -7,7 +7,7 @@ import contextlib
 import io
 import os
 import pickle
-import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,16 +92,13 @@ class Checkpointer:
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Convert a model to bfloat16 and write it: complete in a temporary folder first, then moved to `folder`."""
-    partial = folder.with_name(folder.name + ".partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        nn.Module.to(model, torch.bfloat16)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
         folder.mkdir(parents=True, exist_ok=True)
-        for file in sorted(partial.iterdir()):
-            file.replace(folder / file.name)
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            nn.Module.to(model, torch.bfloat16)
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            for file in sorted(Path(partial).iterdir()):
+                file.replace(folder / file.name)
     except OSError as error:
         raise TrainingError(f"cannot write {folder}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -64,7 +64,7 @@ long: $(STAMP)-dev  ## rollouts, soaks, rare faults, manifests and the image: ha
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not gpu"
 
 gpu-wheels: $(STAMP)-dev  ## the small wheels that tests.gpu needs on a machine without a network
-	$(PIP:install=download) --no-deps --only-binary :all: -d dist/gpu-wheels msgspec cryptography cffi pycparser llguidance
+	$(PIP:install=download) --no-deps --only-binary :all: -d dist/gpu-wheels msgspec cryptography cffi pycparser llguidance pydantic pydantic-core annotated-types typing-inspection
 
 clean:
 	rm -rf $(VENV) $(PEERS) dist .mypy_cache .ruff_cache .pytest_cache

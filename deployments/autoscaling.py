@@ -19,6 +19,7 @@ CALM = 0.8
 BUSY, IDLE = 0.7, 0.4
 """Draft workers are added if they draft for more than `BUSY` of the time, because rounds then wait for one another's
 drafts, and removed only if the rest would draft for at most `IDLE`."""
+_UPSCALE_DELAY_S = 1.0
 _POOL_DELAYS_S = (10.0, 300.0)
 _LOOK_BACK_S = 1.0
 _PUSH_INTERVAL_S = 0.4
@@ -67,7 +68,7 @@ class UtilisationPolicy:
 def autoscaling_config(settings: Autoscaling | PoolSize) -> AutoscalingConfig | None:
     """Return Serve's autoscaling settings for Routers or for draft workers; None is a fixed number of replicas."""
     if isinstance(settings, Autoscaling):
-        lower_bound, delays_s = settings.min_replicas, (settings.upscale_delay_s, settings.downscale_delay_s)
+        lower_bound, delays_s = settings.min_replicas, (_UPSCALE_DELAY_S, settings.downscale_delay_s)
         sizes = {"requests_per_replica": settings.requests_per_replica}
         policy = AutoscalingPolicy(policy_function=QueueDepthPolicy, policy_kwargs=sizes)
     else:

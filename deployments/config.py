@@ -19,7 +19,7 @@ import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from cluster.config import GroupConfig, LogFormat, RunAhead
-from engine.config import BUNDLED_TARGET, PAIR_SETTINGS, ModelConfig, PairConfig, unknown_argument
+from engine.config import BUNDLED_TARGET, PAIR_SETTINGS, ModelConfig, PairConfig, complaint, unknown_argument
 from engine.drafting.settle import Settled, check_run_ahead, settle
 from engine.errors import ConfigError
 
@@ -49,8 +49,6 @@ class Limits(BaseModel):
 
     max_body_bytes: int = Field(2**20, ge=1024)
     """Bytes of a request body, sent whole or in chunks."""
-    body_timeout_s: float = Field(60.0, gt=0)
-    """Seconds that a client may take to send the body."""
     max_n: int = Field(8, ge=1, le=128)
     """Choices per prompt."""
     request_timeout_s: float = Field(600.0, gt=0)
@@ -82,8 +80,6 @@ class Autoscaling(BaseModel):
     requests_per_replica: int = Field(12, ge=1)
     """Waiting and running requests per replica that autoscaling aims at. If it is near a replica's capacity, requests
     wait while a new replica starts."""
-    upscale_delay_s: float = Field(1.0, ge=0)
-    """Seconds with more requests than requests_per_replica before replicas are added, plus up to 1.7 s to notice."""
     downscale_delay_s: float = Field(300.0, ge=0)
     """Seconds during which fewer replicas would have had at most four fifths of requests_per_replica each, before
     replicas are removed. Their running streams finish first."""
@@ -206,7 +202,8 @@ class AppConfig(BaseModel):
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
-            raise ArgumentError("; ".join(_complaints(cls, error))) from None
+            names = PAIR_SETTINGS.keys() | cls.model_fields.keys() - {"pair"}
+            raise ArgumentError(complaint(error, names)) from None
         except ConfigError as error:
             raise ArgumentError(str(error)) from None
 
@@ -289,17 +286,3 @@ def api_keys(config: AppConfig) -> tuple[str, ...]:
     if any(not key.isascii() or not key.isprintable() or not key for key in keys):
         raise ArgumentError("api_keys: a key is empty or holds characters that no header can carry")
     return tuple(dict.fromkeys(keys))
-
-
-def _complaints(model: type[BaseModel], error: ValidationError) -> list[str]:
-    names = PAIR_SETTINGS.keys() | model.model_fields.keys() - {"pair"}
-    lines = []
-    for detail in error.errors(include_url=False, include_context=False):
-        path = detail["loc"][1:] if detail["loc"][:1] == ("pair",) else detail["loc"]
-        name = ".".join(map(str, path))
-        if detail["type"] == "extra_forbidden":
-            lines.append(unknown_argument(name, names))
-        else:
-            value = "********" if path[:1] == ("api_keys",) else repr(detail["input"])
-            lines.append(f"{name} is {value}: {detail['msg']}")
-    return lines

@@ -1,19 +1,20 @@
 """Every setting of the engine and its two models, written once: names, defaults, bounds, meanings.
 
 `LLM(...)` and `serve run` take the fields of `PairConfig` as arguments. The engine gets its parts: two `ModelConfig`s
-and an `EngineConfig`. They are plain dataclasses because the engine also runs where pydantic is not installed; in
-`deployments/config.py` pydantic reads their types and bounds.
+and an `EngineConfig`. Pydantic checks types and bounds; `complaint` is its errors in one line.
 """
 
 import difflib
 import importlib
-import operator
 import os
-import re
 from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
 from engine.errors import ConfigError
 
@@ -33,28 +34,17 @@ Drafting = Literal["auto", "none", "model", "tree", "self", HeadDrafting, "ngram
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 SEEDED_RULES = frozenset({"coupled"})
 """The rules by which target, request and seed alone determine a text."""
-ImportPath = str
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`package.module:NAME`: what a setting names by where it is imported from."""
 Speculation = Literal["adaptive", "fixed", "off"]
 
 TREE_WIDTH = 3
-"""The value of `tree_width` if it is not set."""
-_BOUNDS = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "more than"), "le": (operator.le, "at most")}
-"""The bounds a field's metadata can give; their keys are pydantic's."""
+"""Most alternatives after one token of a drafted tree, or the number of chains with k_sequential."""
+SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class _Settings:
-    """A dataclass that refuses values outside the types and bounds of its fields."""
-
-    def __post_init__(self) -> None:
-        for setting in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, setting.name)
-            if (requirement := _broken_requirement(setting, value)) is not None:
-                raise ConfigError(f"{setting.name} is {value!r}; it must be {requirement}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(_Settings):
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class ModelSettings:
     """How a model is held in memory and computed."""
 
     dtype: Dtype = "auto"
@@ -67,11 +57,11 @@ class ModelSettings(_Settings):
     compile: Compile = "auto"
     """auto: on a CPU, passes run compiled as soon as a background process has compiled them; on a GPU, layers are
     compiled and CUDA graphs recorded at start; off: neither."""
-    num_threads: int | None = field(default=None, metadata={"ge": 1})
+    num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of a forward pass, at most; none is the cores that a worker's placement gives it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=SETTINGS)
 class ModelConfig(ModelSettings):
     """One model, and how it is held in memory and computed."""
 
@@ -90,11 +80,11 @@ class ModelConfig(ModelSettings):
     """off, unlike for a pair: a model loaded by itself (by training, by the compiler) must not start a compiler."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig(_Settings):
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class EngineSettings:
     """Bounds of the batch, the cache and the draft."""
 
-    num_speculative_tokens: int = field(default=4, metadata={"ge": 0, "le": 64})
+    num_speculative_tokens: int = Field(default=4, ge=0, le=64)
     """Draft tokens per round at most (k); 0 is plain decoding."""
     speculation: Speculation = "adaptive"
     """adaptive: per request the length, from 0 to k, that raises measured goodput; fixed: always k; off: no drafts."""
@@ -105,31 +95,24 @@ class EngineConfig(_Settings):
     what followed the last tokens earlier in the request; suffix: the same by frequency, and in earlier outputs too;
     model+suffix: for each request in each round, the one that promises more; none: no drafts; auto: model or head, as
     draft_model is one, else suffix; package.module:Class: your own."""
-    tree_width: int | None = field(default=None, metadata={"ge": 1, "le": 8})
-    """Most alternatives after one token with drafting=tree, or the number of chains with k_sequential; none is 3."""
-    self_draft_layers: int | None = field(default=None, metadata={"ge": 1})
+    self_draft_layers: int | None = Field(default=None, ge=1)
     """How many of the target's first layers drafting=self drafts with, followed by the target's head; fewer than it
     has."""
     verification: Verification | ImportPath = "coupled"
     """The verification rule: coupled (shared noise, token ids only), rejection (Leviathan et al.; trees as in Sequoia),
     block (Sun et al.: a chain as a whole), k_sequential (SpecTr: several chains; needs drafting=tree) or your own
     package.module:RULE."""
-    max_num_seqs: int = field(default=32, metadata={"ge": 1})
+    max_num_seqs: int = Field(default=32, ge=1)
     """Requests in one round, at most."""
-    max_num_batched_tokens: int = field(default=1024, metadata={"ge": 1})
+    max_num_batched_tokens: int = Field(default=1024, ge=1)
     """Tokens of one target forward pass, at most; prefill chunks and drafts count together."""
-    max_queued_requests: int = field(default=256, metadata={"ge": 1})
+    max_queued_requests: int = Field(default=256, ge=1)
     """Requests that may wait in one replica before new ones are refused (HTTP 429)."""
-    max_model_len: int | None = field(default=None, metadata={"ge": 2})
+    max_model_len: int | None = Field(default=None, ge=2)
     """Context length; none takes the target's own, scaled as its config.json says, and a longer one is refused."""
-    block_size: int = field(default=16, metadata={"ge": 1})
-    """Tokens in one KV block."""
-    num_blocks: int | None = field(default=None, metadata={"ge": 1})
+    num_blocks: int | None = Field(default=None, ge=1)
     """KV blocks; none sizes them from memory_fraction."""
-    num_states: int | None = field(default=None, metadata={"ge": 1})
-    """State slots of a model with linear layers: one for each running request, the others cache states of prefixes.
-    None is 2 max_num_seqs + 4, or what half of the memory for KV blocks holds."""
-    memory_fraction: float | None = field(default=None, metadata={"gt": 0, "le": 1})
+    memory_fraction: float | None = Field(default=None, gt=0, le=1)
     """Fraction of the device memory left after weights and workspace that KV blocks may take; none is 0.9 on GPUs and
     0.5 on CPUs; on a CPU, `LLM(...)` by default takes no more than 256 tokens for each of max_num_seqs, or one context
     of full length. KV blocks never take more than max_num_seqs contexts of full length need."""
@@ -143,8 +126,19 @@ class EngineConfig(_Settings):
         return 0 if self.speculation == "off" else self.num_speculative_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairConfig(EngineConfig, ModelSettings):
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class EngineConfig(EngineSettings):
+    """The engine's settings, and what follows from the models."""
+
+    block_size: int = Field(default=16, ge=1)
+    """Tokens in one KV block."""
+    num_states: int | None = Field(default=None, ge=1)
+    """State slots of a model with linear layers: one for each running request, the others cache states of prefixes.
+    None is 2 max_num_seqs + 4, or what half of the memory for KV blocks holds."""
+
+
+@dataclass(frozen=True, kw_only=True, config=SETTINGS)
+class PairConfig(EngineSettings, ModelSettings):
     """A target, its draft and their engine: every argument of `LLM(...)`; `serve run` has more."""
 
     target_model: str = "auto"
@@ -178,7 +172,7 @@ class PairConfig(EngineConfig, ModelSettings):
     @property
     def engine(self) -> EngineConfig:
         """The engine's own settings."""
-        return EngineConfig(**_select(EngineConfig, self))
+        return EngineConfig(**_select(EngineSettings, self))
 
     def _model(self, path: str, quantization: Quantization) -> ModelConfig:
         return ModelConfig(
@@ -219,7 +213,10 @@ class CompileProgress(NamedTuple):
     left_s: float
 
 
-PAIR_SETTINGS = {setting.name: setting for setting in fields(PairConfig)}
+_PARTS: tuple[Any, ...] = (PairConfig, EngineSettings, ModelSettings)
+PAIR_SETTINGS: dict[str, FieldInfo] = {
+    name: part.__pydantic_fields__[name] for part in _PARTS for name in part.__annotations__
+}
 """Every keyword that `LLM(...)` and `serve run` share."""
 
 
@@ -229,12 +226,11 @@ def make_pair(**settings: Any) -> PairConfig:
     Raises:
         ConfigError: a setting that does not exist, or a value that does not fit; one line that names it.
     """
-    for name, value in settings.items():
-        if name not in PAIR_SETTINGS:
-            raise ConfigError(unknown_argument(name, PAIR_SETTINGS))
-        if isinstance(value, Path):
-            settings[name] = str(value)
-    return PairConfig(**settings)
+    paths = {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
+    try:
+        return PairConfig(**settings | paths)
+    except ValidationError as error:
+        raise ConfigError(complaint(error, PAIR_SETTINGS)) from None
 
 
 def import_named(setting: str, path: ImportPath) -> Any:
@@ -252,23 +248,19 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
     return f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else "")
 
 
-def _select(settings: type[EngineConfig] | type[ModelSettings], pair: PairConfig) -> dict[str, Any]:
+def complaint(error: ValidationError, known: Iterable[str]) -> str:
+    """Return what is wrong with settings, in one line that names each; the values of keys are not shown."""
+    problems: dict[str, list[str]] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        path = [str(key) for key in detail["loc"] if key != "pair"]
+        name = path[0] if path and path[0] in PAIR_SETTINGS else ".".join(path)  # without the branch of a union
+        if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            problems[unknown_argument(name, known)] = []
+        else:
+            value = "********" if path[:1] == ["api_keys"] else repr(detail["input"])
+            problems.setdefault(f"{name} is {value}", []).append(detail["msg"])
+    return "; ".join(": ".join(filter(None, (what, " or ".join(why)))) for what, why in problems.items())
+
+
+def _select(settings: type[EngineSettings] | type[ModelSettings], pair: PairConfig) -> dict[str, Any]:
     return {setting.name: getattr(pair, setting.name) for setting in fields(settings)}
-
-
-def _broken_requirement(setting: "Field[Any]", value: Any) -> str | None:
-    alternatives = get_args(setting.type)
-    if get_origin(setting.type) is Literal:
-        return None if value in alternatives else " or ".join(alternatives)
-    if alternatives and get_origin(alternatives[0]) is Literal:  # names, or an import path
-        names = get_args(alternatives[0])
-        is_valid = value in names or re.fullmatch(r"[\w.]+:\w+", str(value))
-        return None if is_valid else " or ".join([*names, "package.module:NAME"])
-    types = [get_origin(option) or option for option in alternatives or (setting.type,)]
-    if type(value) not in types and not (float in types and type(value) is int):
-        return " or ".join("None" if option is type(None) else option.__name__ for option in types)
-    for bound, limit in setting.metadata.items():
-        holds, words = _BOUNDS[bound]
-        if value is not None and not holds(value, limit):
-            return f"{words} {limit}"
-    return None

@@ -22,6 +22,10 @@ FORBIDDEN = {
 
 MIRRORED_ELSEWHERE = {
     "engine/drafting/assembly.py": "tests/engine/test_llm.py and tests/cluster/test_heads.py load with it",
+    "cluster/workers/loading.py": "tests/e2e/test_group.py loads both workers",
+    "deployments/cli/settings.py": "tests/test_readme.py",
+    "deployments/openai/types.py": "tests/deployments/openai/test_refusals.py and test_accepted_fields.py",
+    "deployments/prompts/grammar_process.py": "tests/deployments/prompts/test_grammar_compiler.py",
     "engine/drafting/model/draft_model.py": "a dataclass without behaviour",
     "engine/execution/backend.py": "a protocol",
     "engine/heads/head.py": "tests/engine/heads/test_eagle3.py and the other kinds' files",

@@ -32,11 +32,9 @@ URL = "http://127.0.0.1:8000"
 
 def _completions(incomplete: str) -> list[str]:
     """Return the settings that a word may become, for the shell."""
-    from deployments.config import AppConfig
-    from engine.config import PAIR_SETTINGS
+    from deployments.cli.settings import settings
 
-    names = sorted((AppConfig.model_fields.keys() | PAIR_SETTINGS.keys()) - {"pair"})
-    return [f"{name}=" for name in names if name.startswith(incomplete)]
+    return [f"{name}=" for name, _ in settings() if name.startswith(incomplete)]
 
 
 def _by_name(settings: list[str] | None) -> dict[str, str]:
@@ -48,7 +46,7 @@ def _by_name(settings: list[str] | None) -> dict[str, str]:
 
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="name=value", help="Settings; see docs/settings.md.", autocompletion=_completions),
+    typer.Argument(metavar="name=value", help="See `paceline settings`.", autocompletion=_completions),
 ]
 
 
@@ -137,6 +135,14 @@ def load(context: typer.Context) -> None:
     # A wheel has the load test as a package of its own, which a checkout may lack.
     package = "paceline_load" if find_spec("paceline_load") else "tests.load"
     raise typer.Exit(import_module(f"{package}.__main__").main(context.args))
+
+
+@app.command(name="settings")
+def print_settings() -> None:
+    """Print every setting: its name, default and meaning."""
+    from deployments.cli.settings import settings_table
+
+    typer.echo(settings_table())
 
 
 @app.command()

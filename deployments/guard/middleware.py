@@ -35,6 +35,8 @@ OPEN_ROUTES = frozenset(
 """The paths that need no key. They are compared as FastAPI routes: without Serve's prefix, whatever headers say."""
 MAX_HEADER_BYTES = 16 * 2**10
 """Bytes of all request headers; HAProxy's buffer holds twice as many, so that such a request gets an answer."""
+BODY_TIMEOUT_S = 60.0
+"""Seconds that a client may take to send the body."""
 SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 REQUEST_ID = b"x-request-id"
 SAFE_ID = r"[A-Za-z0-9._:-]{1,128}"
@@ -154,7 +156,7 @@ class Guard:
 
     async def _read(self, receive: Receive) -> bytes:
         """Return the body, sent whole or in chunks."""
-        limit_s, limit = self._limits.body_timeout_s, self._limits.max_body_bytes
+        limit_s, limit = BODY_TIMEOUT_S, self._limits.max_body_bytes
         body = bytearray()
         try:
             async with asyncio.timeout(limit_s):

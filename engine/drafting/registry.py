@@ -192,5 +192,5 @@ def acceptance_of(config: EngineConfig) -> Prior:
     """Return how likely draft tokens are accepted before anything is known, for a configuration's kind of drafts."""
     method = method_of(config.drafting)
     in_chains = config.verification in method.chain_rules
-    num_chains = (config.tree_width or TREE_WIDTH) if in_chains else int(method.drafts_trees)
+    num_chains = TREE_WIDTH if in_chains else int(method.drafts_trees)
     return Prior.of(config.num_speculative_tokens, num_chains)

@@ -98,8 +98,6 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> str:
     drafting = config.drafting
     name = drafting if drafting != "auto" else "model" if has_draft_model else "suffix"
     method = method_of(name)
-    if config.tree_width is not None and not method.drafts_trees:
-        raise ConfigError(f"tree_width is {config.tree_width}, but drafting is {drafting!r}, which drafts no trees")
     drafts_with_layers = method.drafts_with == "target_layers"
     if drafts_with_layers and config.self_draft_layers is None:
         raise ConfigError(f"drafting is {name!r}, which needs self_draft_layers")

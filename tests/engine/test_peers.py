@@ -53,7 +53,7 @@ def test_requests_with_one_prefix_and_repeated_ones(drafting, path):
 
 def test_sixteen_requests_at_once(path):
     """llama.cpp#27117: the acceptance rate falls from a half with 4 requests to 0.002 with 16."""
-    llm = make_llm(path, drafting="suffix", num_blocks=256, num_states=40)
+    llm = make_llm(path, drafting="suffix", num_blocks=256)
     prompts = [A[:20] + suffix for suffix in SUFFIXES]
     check(llm, path, prompts)
     drafted, accepted = llm.stats.num_draft_tokens, llm.stats.num_accepted_tokens

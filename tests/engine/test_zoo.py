@@ -53,7 +53,7 @@ def save_family(name, path, seed=0):
 
 
 def make_llm(path, **settings):
-    limits = {"num_blocks": 64, "num_states": 8, "speculation": "fixed", "num_speculative_tokens": 4}
+    limits = {"num_blocks": 64, "speculation": "fixed", "num_speculative_tokens": 4}
     return LLM(path, "none", dtype="float32", device="cpu", compile="off", num_threads=1, **limits | settings)
 
 

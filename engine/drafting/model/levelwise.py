@@ -120,7 +120,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
     """Drafts trees with a model in this process; subclasses choose their shape and their tokens."""
 
     def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
-        self.width = config.tree_width or TREE_WIDTH
+        self.width = TREE_WIDTH
         self._backend = draft.backend
         self.cache, self._drawer = self.parts(draft, config)
 

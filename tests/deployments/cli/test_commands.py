@@ -13,7 +13,7 @@ from deployments.cli.commands import app
 from tests.deployments.cli.http_stand_in import stand_in
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("serve", "chat", "complete", "pull", "evaluate", "load", "version", "doctor", "prove", "replay")
+COMMANDS = ("serve", "chat", "complete", "pull", "evaluate", "load", "settings", "version", "doctor", "prove", "replay")
 HELP = """
 import sys
 sys.argv = ["paceline", "--help"]
@@ -37,7 +37,7 @@ def test_help_names_every_command_and_imports_nothing_that_takes_time() -> None:
 
 
 def test_a_shell_completes_commands_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, expected in (("paceline se", "serve"), ("paceline serve target_m", "target_model=")):
+    for words, expected in (("paceline ser", "serve"), ("paceline serve target_m", "target_model=")):
         variables = {"_PACELINE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         result = CliRunner().invoke(app, [], prog_name="paceline", env=variables)
         assert result.stdout.split() == [expected]

@@ -95,7 +95,6 @@ def test_another_tokenizer_is_well_if_it_shares_tokens(tmp_path: Path):
 
 def test_the_memory_plan_counts_every_process_on_this_machine(monkeypatch):
     monkeypatch.setattr(models, "plan_cache", lambda free, workers, engine, device: CacheSize(len(workers), 0))
-    assert ", 32 tokens fit" in next(pair_findings(config(block_size="16"))).found
     assert ", 48 tokens fit" in next(pair_findings(config(tensor_parallel_size="2"))).found
 
 

@@ -16,7 +16,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.server import ServerState
 
-from deployments.config import AppConfig, Limits
+from deployments.config import AppConfig
+from deployments.guard import middleware
 from deployments.guard.body import Bodies
 from deployments.guard.middleware import OPEN_ROUTES, REQUEST_ID, SERVE_HEADERS, SafeHeaders, middlewares, request_id_of
 from engine.errors import TargetError
@@ -265,9 +266,11 @@ async def test_a_client_that_left_while_its_body_came_costs_nothing_more(
     assert sent == []
 
 
-def test_a_body_that_trickles_is_refused_and_its_connection_closed(config: AppConfig, model_dir: Path) -> None:
-    limits = Limits(body_timeout_s=0.3)
-    with serving(config.model_copy(update={"limits": limits}), model_dir) as (url, _):
+def test_a_body_that_trickles_is_refused_and_its_connection_closed(
+    config: AppConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.3)
+    with serving(config, model_dir) as (url, _):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

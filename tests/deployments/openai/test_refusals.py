@@ -4,6 +4,7 @@ Some rows are what the suites of vLLM, llama.cpp and SGLang refuse, too.
 """
 
 import json
+import math
 from typing import Any
 
 import httpx
@@ -38,6 +39,9 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"prompt": []}, "prompt", ""),
         ({"prompt": [[]]}, "prompt.0", ""),
         ({"prompt": [999]}, "prompt", ""),
+        *(({"stop_token_ids": [7, token]}, "stop_token_ids.1", "") for token in ("1", -1, 2**31, 1.5, True)),
+        ({"structured_outputs": {"json": {"a": [math.inf]}}}, "structured_outputs.json", ""),
+        ({"suffixes": 1}, "suffixes", "is not a field of this request"),
         ({"prompt": "a" * 600}, "prompt", ""),
         ({"prompt": "a" * 100_000}, "prompt", ""),
         ({"prompt": "\ud800"}, "", ""),

@@ -16,6 +16,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from deployments.openai.message_parts import MessageParser, Part
 from deployments.openai.tools import MessageForm, Tool
 from deployments.prompts.message_forms import form_of
+from engine.config import BUNDLED_TARGET, ModelConfig
+from engine.models.registry import open_model
 from tests.chat_templates import Asked, joined
 from tests.deployments import templates
 
@@ -152,6 +154,12 @@ def test_constrained_thoughts_begin_where_the_prompt_leaves_them() -> None:
         thoughts = FORMS[name].thoughts_after(FAMILIES[name].prompt)
         assert thoughts is not None
         assert thoughts.is_open == is_open
+
+
+def test_the_bundled_model_can_be_required_to_call() -> None:
+    bundled = form_of(open_model(ModelConfig(str(BUNDLED_TARGET))).tokenizer)
+    assert bundled is not None
+    assert bundled.tool_form is not None
 
 
 def test_without_tools_calls_are_content() -> None:

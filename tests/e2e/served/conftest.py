@@ -1,6 +1,6 @@
 """One server for the tests of this folder: the bundled pair, as `make serve` starts it under `timeout`.
 
-Only slow bodies are refused sooner, and the log is one that can be looked into. The last test ends the server.
+Its log is one that can be looked into. The last test ends the server.
 """
 
 import shlex
@@ -11,8 +11,6 @@ import pytest
 from engine.llm import LLM
 from tests.e2e.servers import Server, serving
 
-LIMITS = 'limits={"body_timeout_s": 4}'
-
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -22,7 +20,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         (folder / "Makefile").write_text(f"serve:\n\t@{shlex.join(command)}\n")
         return ["timeout", "3600", "make", "-f", str(folder / "Makefile")]
 
-    settings = ("served_model_name=tiny", "log_format=json", LIMITS)
+    settings = ("served_model_name=tiny", "log_format=json")
     with serving(folder / "log", *settings, wrap=under_make) as server:
         yield server
 

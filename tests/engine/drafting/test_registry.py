@@ -35,7 +35,6 @@ def test_the_configuration_offers_the_methods_of_the_registry():
         ({}, [0.7, 0.7**2, 0.7**3, 0.7**4]),
         ({"drafting": "tree", "verification": "rejection"}, [0.7, 0.7**2, 0.7**3, 0.7**4]),
         ({"drafting": "tree", "verification": "k_sequential"}, [0.7, 0.7 * 0.3, 0.7 * 0.3**2, 0.7**2]),
-        ({"drafting": "tree", "verification": "k_sequential", "tree_width": 2}, [0.7, 0.21, 0.7**2, 0.3 * 0.7**2]),
     ],
 )
 def test_what_is_learned_of_drafts_fits_their_form(settings, gains):

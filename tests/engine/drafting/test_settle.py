@@ -22,7 +22,7 @@ from tests.engine.heads.files import head_settings, save_head
         ({"drafting": "ngram"}, True, "ngram"),
         ({"num_speculative_tokens": 0}, True, "none"),
         ({"drafting": "model", "speculation": "off"}, False, "none"),
-        ({"drafting": "tree", "verification": "rejection", "tree_width": 2}, True, "tree"),
+        ({"drafting": "tree", "verification": "rejection"}, True, "tree"),
         ({"drafting": "tree", "verification": "k_sequential"}, True, "tree"),
         ({"drafting": "self", "self_draft_layers": 2, "verification": "block"}, True, "self"),
         ({"drafting": "self", "self_draft_layers": 2, "speculation": "off"}, False, "none"),
@@ -42,8 +42,6 @@ def test_a_configuration_chooses_one_method(settings, has_draft_model, expected)
             "verification is 'block', but drafting is 'tree', which allows coupled or rejection or",
         ),
         ({"verification": "k_sequential"}, "verification is 'k_sequential', but drafting is 'model'"),
-        ({"drafting": "model", "tree_width": 2}, "tree_width is 2, but drafting is 'model', which drafts no trees"),
-        ({"tree_width": 1}, "tree_width is 1, but drafting is 'auto'"),
         (
             {"drafting": "self", "self_draft_layers": 2, "verification": "k_sequential"},
             "verification is 'k_sequential', but drafting is 'self', which allows coupled or rejection",
@@ -151,7 +149,7 @@ def test_a_head_is_loaded_with_its_target(head):
     settled = settle(PairConfig(draft_model=head))
     assert settled.target == replace(PairConfig(target_model="org/target@main").target, head=head)
     assert (settled.draft, settled.engine.drafting) == (None, "head")
-    settled = settle(PairConfig(target_model="/other", draft_model=head, drafting="head_tree", tree_width=2))
+    settled = settle(PairConfig(target_model="/other", draft_model=head, drafting="head_tree"))
     assert (settled.target.path, settled.target.head, settled.draft) == ("/other", head, None)
     settled = settle(PairConfig(draft_model=head, drafting="head_worker"))
     assert settled.draft == replace(settled.target, head_only=True)
@@ -189,7 +187,6 @@ def test_the_layers_of_a_checkpoint_are_a_head_at_its_own_path():
         ({"drafting": "tree"}, "a trained head, but drafting is 'tree', which needs a whole model"),
         ({"drafting": "mtp"}, "but drafting is 'mtp', which uses none"),
         ({"drafting": "self", "self_draft_layers": 1}, "but drafting is 'self', which uses none"),
-        ({"tree_width": 2}, "tree_width is 2, but drafting is 'head', which drafts no trees"),
         ({"drafting": "head_tree", "verification": "rejection"}, "verification is 'rejection', but .* allows coupled"),
         ({"verification": "k_sequential"}, "allows coupled or rejection or block"),
         ({"draft_quantization": "int8"}, "draft_quantization is int8, but the draft is a trained head"),

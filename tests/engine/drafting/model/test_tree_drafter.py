@@ -65,12 +65,10 @@ def test_every_node_follows_its_own_path(params, num_nodes):
 
 
 def test_width_one_is_the_chain():
-    narrow = EngineConfig(num_blocks=1000, drafting="tree", tree_width=1)
-    chain_config = EngineConfig(num_blocks=1000)
+    narrow = TreeDrafter(DraftModel(MODEL), CONFIG)
+    narrow.width = 1
     one = row([5, 9, 4, 2], 6, params=PARAMS["noise"])
-    assert propose(TreeDrafter(DraftModel(MODEL), narrow), one) == propose(
-        ModelDrafter(DraftModel(MODEL), chain_config), one
-    )
+    assert propose(narrow, one) == propose(ModelDrafter(DraftModel(MODEL), EngineConfig(num_blocks=1000)), one)
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,6 @@ def test_a_command_with_its_own_parser_gets_every_word(command: str, monkeypatch
     assert told == [[*([command] if command == "evaluate" else []), "--k", "2", "--help", "x"]]
 
 
-def test_version_names_the_libraries() -> None:
-    shown = CliRunner().invoke(app, ["version"]).stdout.splitlines()
-    assert [line.split()[0] for line in shown] == ["paceline", "torch", "ray", "transformers"]
-
-
 def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with stand_in(lambda request: request.answer(401, b'{"error": {"message": "wrong key"}}')) as url:
         monkeypatch.setattr("sys.argv", ["paceline", "complete", "x", "--url", url])

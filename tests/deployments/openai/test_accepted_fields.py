@@ -1,13 +1,11 @@
 """Fields that clients send: each through the official client, with the meaning that its description gives."""
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -111,17 +109,6 @@ async def test_a_priority_reaches_the_router(client: httpx.AsyncClient, routers:
     assert "priority" in response.text
 
 
-async def test_streams_are_sent_without_padding(sdk: openai.AsyncOpenAI) -> None:
-    options: Any = {"include_obfuscation": False, "include_usage": True}
-    stream = await sdk.chat.completions.create(**CHAT, stream=True, stream_options=options)
-    assert [chunk async for chunk in stream][-1].usage
-    events = await sdk.responses.create(**RESPONSE, stream=True, stream_options={"include_obfuscation": False})
-    assert [event async for event in events]
-    with pytest.raises(openai.BadRequestError) as error:
-        await sdk.responses.create(**RESPONSE, stream=True, stream_options={"include_obfuscation": True})
-    assert error.value.param == "stream_options.include_obfuscation"
-
-
 async def test_nothing_in_a_field_is_as_good_as_no_field(sdk: openai.AsyncOpenAI) -> None:
     completion = await sdk.completions.create(**COMPLETION)
     nothing: Any = {"stop": "", "suffix": "", "stream_options": None, "logit_bias": {}, "stop_token_ids": []}
@@ -223,11 +210,3 @@ async def test_the_prompts_log_probabilities_come_in_vllms_form(
     assert all(len(top) <= 2 for top in shown.top_logprobs if top)
     none = await sdk.completions.create(**COMPLETION, extra_body={"prompt_logprobs": 0})
     assert [len(position) for position in (none.choices[0].model_extra or {})["prompt_logprobs"][1:]] == [1, 1]
-
-
-async def test_a_completion_can_have_a_form(sdk: openai.AsyncOpenAI) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    options = {**COMPLETION, "max_tokens": 300}
-    completion = await sdk.completions.create(**options, extra_body={"response_format": form})
-    jsonschema.validate(json.loads(completion.choices[0].text), schema)

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deployments.fakes import LocalRouters
+from tests.deployments.fakes import VOCAB_SIZE, LocalRouters
 
 USER: Any = [{"role": "user", "content": "x"}]
 IMAGE: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
@@ -18,6 +18,7 @@ LONG: Any = [{"role": "system", "content": "Book"}, {"role": "user", "content": 
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 MOUSE = {"type": "json_schema", "schema": {"type": "mouse"}}
+PREDICTION = {"type": "content", "content": "a"}
 UNIQUE = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
 BODIES: dict[str, Any] = {
     "/v1/completions": {"prompt": "abc", "max_tokens": 8},
@@ -25,6 +26,7 @@ BODIES: dict[str, Any] = {
     "/v1/responses": {"input": "x"},
     "/v1/messages": {"messages": USER, "max_tokens": 3},
     "/tokenize": {"messages": USER},
+    "/detokenize": {},
 }
 OTHER_NAMES = {"/v1/responses": ("messages", "response_format"), "/v1/messages": ("stop_strings", "response_format")}
 """Of fields that these requests do not have."""
@@ -42,6 +44,9 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         *(({"stop_token_ids": [7, token]}, "stop_token_ids.1", "") for token in ("1", -1, 2**31, 1.5, True)),
         ({"structured_outputs": {"json": {"a": [math.inf]}}}, "structured_outputs.json", ""),
         ({"suffixes": 1}, "suffixes", "is not a field of this request"),
+        ({"prompt": ["a", "b"], "prediction": PREDICTION}, "prediction", "only allowed with one prompt; there are 2"),
+        ({"speculative": {"fixed": True}, "prediction": PREDICTION}, "prediction", "with speculative.fixed"),
+        ({"prediction": PREDICTION | {"content": "a" * 10_000}}, "prediction", "prediction has 10,000 characters"),
         ({"prompt": "a" * 600}, "prompt", ""),
         ({"prompt": "a" * 100_000}, "prompt", ""),
         ({"prompt": "\ud800"}, "", ""),
@@ -119,6 +124,18 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"conversation": "conv_1"}, "conversation", ""),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", ""),
         ({"model": "other"}, "model", ""),
+        ({"input": [{"role": "tool", "content": "a"}]}, None, ""),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, None, ""),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id", ""),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output", ""),
+        ({"input": [{"type": 1, "role": "user"}]}, None, ""),
+        ({"input": ["a"]}, None, ""),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ""),
+        (
+            {"tools": [{"type": "function", "name": "f"}], "include": ["message.output_text.logprobs"]},
+            "include",
+            "not available with tools",
+        ),
         ({"text": {"format": {"name": "n", **MOUSE}}}, "text.format.schema", ""),
     ],
     "/v1/messages": [
@@ -126,6 +143,11 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"max_tokens": 0}, None, "max_tokens is 0"),
         (part(type="image", source={"type": "url", "url": "x"}), None, "messages.0.content.0.type is 'image'"),
         (part(type="document", source={}), None, "messages.0.content.0.type is 'document'"),
+        (part(type="tool_use", id="1", name="f", input={}), None, "messages.0.content.0.type is 'tool_use'"),
+        (part(type="tool_result", tool_use_id="1", content=[{"type": "image"}]), None, "content.0.content.0.type"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, None, "messages.0.role is 'tool'"),
+        ({"messages": [{"role": "user", "content": []}]}, None, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, None, "content.0.type"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, None, "tools.0.type is 'web_search_20250305'"),
         ({"tool_choice": {"type": "any"}}, None, "tool_choice is only allowed with tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, None, "tool_choice names 'g'"),
@@ -143,6 +165,8 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"messages": [{"role": "assistant", "content": "x"}]}, None, "the chat template refuses the messages"),
     ],
 }
+REFUSED["/tokenize"] = [({"messages": None}, "prompt", ""), ({"prompt": "a"}, "prompt", "")]
+REFUSED["/detokenize"] = [({"tokens": [VOCAB_SIZE]}, "tokens", ""), ({"tokens": [1] * 513}, "tokens", "")]
 CONVERSATION: list[tuple[Any, str | None, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ""),

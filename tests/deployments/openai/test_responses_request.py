@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from deployments.anthropic.messages_request import MessagesRequest
 from deployments.openai.conversation_fields import ChatMessage
@@ -78,41 +78,26 @@ def test_calls_belong_to_the_answer_that_made_them() -> None:
     assert conversation(ITEMS.validate_python(items)) == MESSAGES.validate_python(expected)
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        {"role": "tool", "content": "a"},
-        {"type": "item_reference", "id": "msg_1"},
-        {"type": "function_call", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1"},
-        {"type": 1, "role": "user"},
-        "a",
-    ],
-)
-def test_other_items_are_refused(item: Any) -> None:
-    with pytest.raises(ValidationError):
-        ITEMS.validate_python([item])
-
-
-TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "strict": True, **FUNCTION}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
     return ResponsesRequest.model_validate({"input": "a", **fields}).to_chat().model_dump(exclude_none=True)
 
 
-def test_a_text_is_what_the_user_says() -> None:
-    assert chat(instructions="b")["messages"] == [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"max_output_tokens": 3}, {"max_completion_tokens": 3}),
+        ({"instructions": "b"}, {"messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]}),
         ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
         ({"top_logprobs": 2}, {"logprobs": False}),
-        ({"tools": [TOOL], "tool_choice": "required"}, {"tool_choice": "required"}),
+        (
+            {"tools": [TOOL], "tool_choice": "required"},  # without `strict`
+            {"tool_choice": "required", "tools": [{"type": "function", "function": FUNCTION}]},
+        ),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}},
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
@@ -127,21 +112,10 @@ def test_a_field_has_another_name(fields: dict[str, Any], expected: dict[str, An
     assert "top_logprobs" in expected or "top_logprobs" not in request
 
 
-def test_a_tool_is_sent_to_the_model_without_strict() -> None:
-    function = {"name": "f", "parameters": {"type": "object"}}
-    assert chat(tools=[TOOL])["tools"] == [{"type": "function", "function": function}]
-
-
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_openais_default_choice_needs_no_tools(choice: str) -> None:
     assert "tool_choice" not in chat(tool_choice=choice)
     assert chat(tool_choice=choice, tools=[TOOL])["tool_choice"] == choice
-
-
-def test_log_probabilities_are_not_available_with_tools() -> None:
-    with pytest.raises(RequestError) as error:
-        chat(tools=[TOOL], include=["message.output_text.logprobs"])
-    assert error.value.param == "include"
 
 
 def test_an_error_has_the_names_of_this_request() -> None:

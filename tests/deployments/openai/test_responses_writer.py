@@ -93,31 +93,6 @@ async def calling(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[openai
         yield make_sdk(client)
 
 
-async def test_a_required_call_is_an_item(calling: openai.AsyncOpenAI) -> None:
-    for choice in ("required", {"type": "function", "name": "clock"}):
-        tool = {"type": "function", "name": "clock", "parameters": {"type": "object", "maxProperties": 0}}
-        options: Any = {**CALLING, "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
-        response = await calling.responses.create(**options, max_output_tokens=300)
-        (call,) = response.output
-        assert (call.type, response.status) == ("function_call", "completed")
-        assert call.type == "function_call"
-        assert (call.name, call.status, response.output_text) == ("clock", "completed", "")
-        assert call.call_id
-        assert response.tools[0].type == "function"
-        assert response.tool_choice == choice or response.tool_choice.model_dump(exclude_none=True) == choice  # type: ignore[union-attr]
-        events = [
-            event async for event in await calling.responses.create(**options, max_output_tokens=300, stream=True)
-        ]
-        types = [event.type.removeprefix("response.") for event in events]
-        assert types[:3] == ["created", "in_progress", "output_item.added"]
-        assert set(types[3:-3]) == {"function_call_arguments.delta"}
-        assert types[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
-        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        last: Any = events[-1]
-        (streamed,) = last.response.output
-        assert "".join(deltas) == streamed.arguments == call.arguments
-
-
 @pytest.mark.parametrize(
     ("text", "kinds"),
     [
@@ -135,7 +110,8 @@ async def test_text_and_calls_are_items_in_their_order(
     monkeypatch.setattr(
         ResponsesRequest, "to_chat", lambda request: make(request).model_copy(update={"structured_outputs": says})
     )
-    whole = await calling.responses.create(**CALLING)
+    whole = await calling.responses.create(**CALLING, tool_choice="auto", parallel_tool_calls=False)
+    assert (whole.tool_choice, whole.parallel_tool_calls, whole.tools[0].type) == ("auto", False, "function")
     assert [item.type for item in whole.output] == kinds
     arguments = [item.arguments for item in whole.output if item.type == "function_call"]
     assert arguments == ['{"zone": "a } b"}'] * kinds.count("function_call")

@@ -13,7 +13,6 @@ import torch
 from deployments.openai.structured_output import Thoughts
 from engine.params import SamplingParams
 from engine.sampling.grammar import Grammars
-from tests.deployments.conftest import make_sdk
 from tests.deployments.requests import text_of
 from tests.deployments.thinking import BIAS, ONE
 from tests.engine.conftest import VOCAB, save_llama
@@ -55,24 +54,6 @@ async def test_a_grammar_is_followed_in_either_notation(grammar: str, client: ht
     text = await text_of(client, structured_outputs={"grammar": grammar}, temperature=100, seed=3)
     assert re.fullmatch(r"\(*[0-9]\)*", text)
     assert text.count("(") == text.count(")")
-
-
-async def test_the_openai_client_gets_the_requested_format(client: httpx.AsyncClient) -> None:
-    sdk = make_sdk(client)
-    messages: Any = [{"role": "user", "content": "who?"}]
-    options: Any = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 300}
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-    chat = await sdk.chat.completions.create(**options, response_format=schema)
-    jsonschema.validate(json.loads(chat.choices[0].message.content or ""), SCHEMA)
-
-    biased = {**options, "logit_bias": {str(QUOTE): 50, str(BRACE): 60}}  # so that strings and the object end
-    chat = await sdk.chat.completions.create(**biased, response_format={"type": "json_object"})
-    assert isinstance(json.loads(chat.choices[0].message.content or ""), dict)
-
-    chat = await sdk.chat.completions.create(**options, extra_body={"structured_outputs": {"choice": ["left"]}})
-    assert chat.choices[0].message.content == "left"
-    chat = await sdk.chat.completions.create(**{**options, "max_tokens": 3}, response_format={"type": "text"})
-    assert len(chat.choices[0].message.content or "") == 3
 
 
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -76,12 +76,28 @@ def test_a_fixed_number_of_replicas_does_not_scale(fixed: Autoscaling | PoolSize
     assert autoscaling_config(fixed) is None
 
 
-def test_serve_gets_the_policy_and_the_bounds(recwarn: pytest.WarningsRecorder) -> None:
-    config = autoscaling_config(Autoscaling(min_replicas=2, max_replicas=5, requests_per_replica=7))
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        (Autoscaling(min_replicas=2, max_replicas=5, requests_per_replica=7), QueueDepthPolicy),
+        (PoolSize(replicas=2, max_replicas=5), UtilisationPolicy),
+    ],
+)
+def test_serve_gets_the_policy_and_the_bounds(
+    settings: Autoscaling | PoolSize, policy: type, recwarn: pytest.WarningsRecorder
+) -> None:
+    config = autoscaling_config(settings)
     assert config is not None
     assert (config.min_replicas, config.max_replicas) == (2, 5)
-    assert config.policy.policy_kwargs == {"requests_per_replica": 7}
+    assert config.policy.get_policy() is policy or isinstance(config.policy.get_policy(), policy)
+    assert config.policy.policy_kwargs == ({"requests_per_replica": 7} if policy is QueueDepthPolicy else {})
     assert not recwarn.list
+
+
+def num_workers(busy: list[float], target: int) -> int:
+    metrics = {UTILISATION: {str(number): value for number, value in enumerate(busy)}} if busy else {}
+    context: Any = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=target)
+    return UtilisationPolicy()(context)[0]
 
 
 @pytest.mark.parametrize(
@@ -101,21 +117,16 @@ def test_serve_gets_the_policy_and_the_bounds(recwarn: pytest.WarningsRecorder) 
     ids=str,
 )
 def test_draft_workers_follow_their_utilisation(busy: list[float], target: int, expected: int) -> None:
-    metrics = {UTILISATION: {str(number): value for number, value in enumerate(busy)}} if busy else {}
-    context: Any = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=target)
-    assert UtilisationPolicy()(context) == (expected, {})
+    assert num_workers(busy, target) == expected
 
 
 @pytest.mark.parametrize("load", [number / 20 for number in range(61)])
 def test_draft_workers_settle_under_a_steady_load(load: float) -> None:
     """Their number does not swing between two values, from wherever it starts."""
-    policy = UtilisationPolicy()
     for target in range(1, 6):
         seen = [target]
         for _ in range(8):
-            metrics = {UTILISATION: {str(number): min(1.0, load / seen[-1]) for number in range(seen[-1])}}
-            context: Any = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=seen[-1])
-            seen.append(policy(context)[0])
+            seen.append(num_workers([min(1.0, load / seen[-1])] * seen[-1], seen[-1]))
         assert len(set(seen[-3:])) == 1
 
 

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,18 +68,9 @@ def test_typed_nested_values_are_taken_as_they_are() -> None:
         ({"draft_pool": '{"replicas": 3, "max_replicas": 2}'}, "draft_pool: max_replicas 2 < replicas 3"),
         ({"draft_pool": {"replicas": 0}}, "draft_pool.replicas is 0"),
         ({"draft_pool": {"min_replicas": 1}}, "unknown argument draft_pool.min_replicas"),
-        (
-            {"draft_pool": {}, "draft_model": "none"},
-            "draft_pool is set, but draft_model is none, drafting is auto, spec",
-        ),
-        (
-            {"draft_pool": {}, "speculation": "off"},
-            "speculation is off, num_speculative_tokens is 4: no draft worker is",
-        ),
-        (
-            {"draft_pool": {}, "drafting": "none"},
-            "drafting is none, speculation is adaptive, num_speculative_tokens is",
-        ),
+        ({"draft_pool": {}, "draft_model": "none"}, "draft_pool is set, but draft_model is none, drafting is auto"),
+        ({"draft_pool": {}, "speculation": "off"}, "speculation is off, num_speculative_tokens is 4: no draft worker"),
+        ({"draft_pool": {}, "drafting": "none"}, "drafting is none, speculation is adaptive"),
         ({"draft_pool": {}, "num_speculative_tokens": "0"}, "num_speculative_tokens is 0: no draft worker is needed"),
     ],
 )
@@ -94,16 +86,8 @@ def test_a_group_is_what_the_defaults_say_when_nothing_is_set() -> None:
     assert group_config(AppConfig()) == GroupConfig(pair.target, pair.draft, replace(pair.engine, drafting="model"))
 
 
-@pytest.mark.parametrize("arguments", [SELF_DRAFT, {name: str(value) for name, value in SELF_DRAFT.items()}])
-def test_the_layers_that_a_target_drafts_with_reach_the_group_which_loads_no_draft(
-    arguments: dict[str, object],
-) -> None:
-    group = group_config(AppConfig.model_validate(arguments))
-    assert (group.engine.drafting, group.engine.self_draft_layers) == ("self", 3)
-    assert (group.draft, group.has_draft_worker, group.method.runs_in) == (None, False, "target")
-
-
-def test_settings_of_the_pair_are_arguments_and_reach_the_group() -> None:
+@pytest.mark.parametrize("form", [lambda value: value, str], ids=["typed", "words"])
+def test_settings_of_the_pair_are_arguments_and_reach_the_group(form: Callable[[object], object]) -> None:
     settings = {
         "target_model": "org/big@one",
         "draft_model": "/small",
@@ -114,11 +98,13 @@ def test_settings_of_the_pair_are_arguments_and_reach_the_group() -> None:
         "enable_prefix_caching": False,
     }
     pair = make_pair(**settings)
-    for arguments in (settings, {name: str(value) for name, value in settings.items()}):
-        config = AppConfig.model_validate(arguments)
-        assert config.pair == pair
-        group = group_config(config)
-        assert (group.target, group.draft, group.engine) == (pair.target, pair.draft, pair.engine)
+    config = AppConfig.model_validate({name: form(value) for name, value in settings.items()})
+    assert config.pair == pair
+    group = group_config(config)
+    assert (group.target, group.draft, group.engine) == (pair.target, pair.draft, pair.engine)
+    group = group_config(AppConfig.model_validate({name: form(value) for name, value in SELF_DRAFT.items()}))
+    assert (group.engine.drafting, group.engine.self_draft_layers) == ("self", 3)
+    assert (group.draft, group.has_draft_worker, group.method.runs_in) == (None, False, "target")
 
 
 def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word_elsewhere() -> None:
@@ -129,33 +115,17 @@ def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word
     assert (pair.draft_model, pair.draft) == ("none", None)
 
 
-def test_every_setting_of_a_group_that_an_argument_names_reaches_it() -> None:
-    settings = {
-        "tensor_parallel_size": 2,
-        "run_ahead": "on",
-        "round_timeout_s": 3.0,
-        "start_timeout_s": 4.0,
-        "hang_timeout_s": 5.0,
-        "log_format": "json",
-    }
+def test_every_setting_of_a_group_or_an_ingress_that_an_argument_names_reaches_it() -> None:
+    both = {"tensor_parallel_size": 2, "start_timeout_s": 4.0, "log_format": "json"}
+    groups = both | {"run_ahead": "on", "round_timeout_s": 3.0, "hang_timeout_s": 5.0}
     labels = {"target": {"pool": "big"}, "draft": {"pool": "small"}}
-    group = group_config(AppConfig.model_validate(settings | {"label_selector": labels}))
-    assert {name: getattr(group, name) for name in settings} == settings
+    group = group_config(AppConfig.model_validate(groups | {"label_selector": labels}))
+    assert {name: getattr(group, name) for name in groups} == groups
     assert (group.target_label_selector, group.draft_label_selector) == ({"pool": "big"}, {"pool": "small"})
-
-
-def test_every_setting_of_an_ingress_that_an_argument_names_reaches_it() -> None:
-    settings = {
-        "tensor_parallel_size": 2,
-        "stream_interval_s": 1.0,
-        "cors_allow_origins": ("*",),
-        "start_timeout_s": 4.0,
-        "log_format": "json",
-        "limits": Limits(max_n=2),
-    }
-    config = AppConfig.model_validate({"target_model": "org/big@one", "verification": "block", **settings})
+    ingresses = both | {"stream_interval_s": 1.0, "cors_allow_origins": ("*",), "limits": Limits(max_n=2)}
+    config = AppConfig.model_validate({"target_model": "org/big@one", "verification": "block", **ingresses})
     ingress = ingress_config(config)
-    assert {name: getattr(ingress, name) for name in settings} == settings
+    assert {name: getattr(ingress, name) for name in ingresses} == ingresses
     assert (ingress.target, ingress.verification, ingress.model_name) == (config.pair.target, "block", "big")
 
 

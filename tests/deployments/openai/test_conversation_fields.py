@@ -6,9 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import TypeAdapter
 
-from deployments.openai.conversation_fields import ChatMessage
 from tests.deployments.conftest import client_of, make_sdk
 from tests.deployments.fakes import LocalRouters
 
@@ -110,21 +108,3 @@ async def test_thoughts_go_where_the_template_puts_them(http: httpx.AsyncClient,
     messages = [thought, {"role": "user", "content": "b <|end|>"}]
     shown = "<|start|>assistant\na<|end|>\n<|start|>user\nb <|end|><|end|>\n<|start|>assistant\n"
     assert await prompt(http, routers, messages) == shown
-
-
-CALL = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
-MESSAGES: TypeAdapter[ChatMessage] = TypeAdapter(ChatMessage)
-
-
-@pytest.mark.parametrize(
-    ("message", "text"),
-    [
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "ab"),
-        ({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}, "a"),
-        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ""),
-        ({"role": "assistant", "content": "a", "annotations": [], "reasoning_content": "b", "refusal": None}, "a"),
-        ({"role": "tool", "content": "12", "tool_call_id": "c"}, "12"),
-    ],
-)
-def test_the_content_is_one_text(message: dict[str, Any], text: str) -> None:
-    assert MESSAGES.validate_python(message).text() == text

@@ -2,7 +2,6 @@
 
 import codecs
 import itertools
-import json
 import math
 import re
 from typing import Any
@@ -19,7 +18,6 @@ from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.models.registry import open_model
 from engine.protocols import TokenLogprobs
 from engine.requests.detokenizer import Detokenizer, TokenBytes
-from tests.deployments.conftest import make_sdk
 from tests.deployments.fakes import Rig
 from tests.deployments.requests import events
 from tests.engine.tokenizers import sentencepiece_tokenizer, word_tokenizer
@@ -74,16 +72,17 @@ async def test_the_first_token_has_none_the_others_have_the_targets(client: http
     assert all(logprobs["top_logprobs"][i][text[i]] == logprobs["token_logprobs"][i] for i in range(1, 7))
 
 
-async def test_a_stream_says_the_same(client: httpx.AsyncClient) -> None:
-    whole = (await complete(client, n=2))["choices"]
-    sent = {"prompt": PROMPT, "temperature": 0, "max_tokens": 4, "echo": True, "logprobs": 2, "n": 2, "stream": True}
-    response = await client.post("/v1/completions", json=sent)
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: {")]
-    for choice in whole:
-        pieces = [json.loads(line)["choices"][0] for line in lines]
-        pieces = [piece for piece in pieces if piece["index"] == choice["index"]]
+@pytest.mark.parametrize(("logprobs", "max_tokens", "n"), [(2, 4, 2), (2, 0, 1), (None, 0, 1)])
+async def test_a_stream_says_the_same(client: httpx.AsyncClient, logprobs: int | None, max_tokens: int, n: int) -> None:
+    sent = {"prompt": PROMPT, "max_tokens": max_tokens, "echo": True, "logprobs": logprobs, "n": n, "ignore_eos": False}
+    whole = await complete(client, **sent)
+    chunks = await events(client, "/v1/completions", **sent, stream_options={"include_usage": True})
+    assert chunks[-1]["usage"]["completion_tokens"] == max_tokens * n
+    for choice in whole["choices"]:
+        pieces = [piece for chunk in chunks for piece in chunk["choices"] if piece["index"] == choice["index"]]
         assert "".join(piece["text"] for piece in pieces) == choice["text"]
-        for name, values in choice["logprobs"].items():
+        assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"]
+        for name, values in (choice["logprobs"] or {}).items():
             assert [value for piece in pieces for value in piece["logprobs"][name]] == values
 
 
@@ -111,21 +110,6 @@ async def test_a_prompt_is_scored_without_a_token(client: httpx.AsyncClient, n: 
     assert len((await complete(client, max_tokens=0, prompt=[5]))["choices"][0]["logprobs"]["tokens"]) == 1
     plain = await complete(client, max_tokens=0, logprobs=None)
     assert (plain["choices"][0]["text"], plain["choices"][0]["logprobs"]) == (PROMPT, None)
-
-
-@pytest.mark.parametrize("logprobs", [None, 2])
-async def test_a_stream_scores_a_prompt_too(client: httpx.AsyncClient, logprobs: int | None) -> None:
-    whole = await complete(client, max_tokens=0, logprobs=logprobs)
-    sdk = make_sdk(client)
-    options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": logprobs}
-    stream = await sdk.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    *pieces, last = [chunk async for chunk in stream]
-    assert "".join(piece.choices[0].text for piece in pieces) == PROMPT
-    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices[0].finish_reason] == ["length"]
-    assert last.usage is not None
-    assert last.usage.completion_tokens == 0
-    logprobs = pieces[-1].choices[0].logprobs
-    assert (logprobs and logprobs.model_dump()) == whole["choices"][0]["logprobs"]
 
 
 async def test_tokens_inside_characters_have_their_own_bytes_and_places(client: httpx.AsyncClient) -> None:

@@ -17,7 +17,7 @@ MESSAGES: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
 def call(call_id: str) -> dict[str, Any]:
     return {
         "type": "function_call",
-        "id": f"fc_{call_id}",
+        "id": "fc",
         "status": "completed",
         "call_id": call_id,
         "name": "f",
@@ -29,53 +29,64 @@ def chat_call(call_id: str) -> dict[str, Any]:
     return {"type": "function", "id": call_id, "function": {"name": "f", "arguments": "{}"}}
 
 
-def test_an_earlier_answer_becomes_a_chat_message() -> None:
-    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
-    answer = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [part, part]}
-    expected = MESSAGES.validate_python([{"role": "assistant", "content": "aa"}])
-    assert conversation(ITEMS.validate_python([answer])) == expected
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+PART = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
+HIDDEN = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "x"}
+SHOWN = {**HIDDEN, "content": [{"type": "reasoning_text", "text": text} for text in "hm"]}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "12"}
 
 
-def test_earlier_thoughts_belong_to_the_answer_after_them() -> None:
-    thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "x"}
-    shown = {**thoughts, "content": [{"type": "reasoning_text", "text": text} for text in "hm"]}
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    items = [
-        {**user, "provider_specific_fields": {}},
-        thoughts,
-        answer,
-        shown,
-        call("1"),
-        call("2"),
-        shown,
-        user,
-        answer,
-    ]
-    calls = {"role": "assistant", "reasoning_content": "hm", "tool_calls": [chat_call("1"), chat_call("2")]}
-    expected = MESSAGES.validate_python([user, answer, calls, user, answer])
-    assert conversation(ITEMS.validate_python(items)) == expected
-    assert conversation(ITEMS.validate_python([shown, answer])) == MESSAGES.validate_python(
-        [{**answer, "reasoning_content": "hm"}]
-    )
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        (
+            [{"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [PART, PART]}],
+            [{"role": "assistant", "content": "aa"}],
+        ),
+        (  # thoughts belong to the answer after them
+            [
+                {**USER, "provider_specific_fields": {}},
+                HIDDEN,
+                ANSWER,
+                SHOWN,
+                call("1"),
+                call("2"),
+                SHOWN,
+                USER,
+                ANSWER,
+            ],
+            [
+                *(USER, ANSWER),
+                {"role": "assistant", "reasoning_content": "hm", "tool_calls": [chat_call("1"), chat_call("2")]},
+                *(USER, ANSWER),
+            ],
+        ),
+        ([SHOWN, ANSWER], [{**ANSWER, "reasoning_content": "hm"}]),
+        (  # calls belong to the answer that made them
+            [
+                *(USER, ANSWER, call("1"), call("2"), RESULT),
+                {**RESULT, "call_id": "2", "output": [{"type": "input_text", "text": "13"}]},
+                *(call("3"), {**RESULT, "call_id": "3"}),
+            ],
+            [
+                USER,
+                {**ANSWER, "tool_calls": [chat_call("1"), chat_call("2")]},
+                {"role": "tool", "tool_call_id": "1", "content": "12"},
+                {"role": "tool", "tool_call_id": "2", "content": "13"},
+                {"role": "assistant", "tool_calls": [chat_call("3")]},
+                {"role": "tool", "tool_call_id": "3", "content": "12"},
+            ],
+        ),
+    ],
+)
+def test_items_are_messages(items: Any, messages: Any) -> None:
+    assert conversation(ITEMS.validate_python(items)) == MESSAGES.validate_python(messages)
+
+
+def test_thoughts_alone_are_no_conversation() -> None:
     with pytest.raises(RequestError, match="nothing but earlier thoughts") as caught:
-        ResponsesRequest.model_validate({"input": [thoughts]}).to_chat()
+        ResponsesRequest.model_validate({"input": [HIDDEN]}).to_chat()
     assert caught.value.param == "input"
-
-
-def test_calls_belong_to_the_answer_that_made_them() -> None:
-    result = {"type": "function_call_output", "call_id": "1", "output": "12"}
-    parts = {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "13"}]}
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    items = [user, answer, call("1"), call("2"), result, parts, call("3"), {**result, "call_id": "3"}]
-    expected = [
-        user,
-        {**answer, "tool_calls": [chat_call("1"), chat_call("2")]},
-        {"role": "tool", "tool_call_id": "1", "content": "12"},
-        {"role": "tool", "tool_call_id": "2", "content": "13"},
-        {"role": "assistant", "tool_calls": [chat_call("3")]},
-        {"role": "tool", "tool_call_id": "3", "content": "12"},
-    ]
-    assert conversation(ITEMS.validate_python(items)) == MESSAGES.validate_python(expected)
 
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}

@@ -16,8 +16,6 @@ from engine.models.encoder_decoder import REFUSED
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import complete
 
-ENCODER_LIMITS = ModelLimits(259, 512, 4, refused=REFUSED)
-
 CONTENT: Any = {
     "/v1/completions": {"prompt": "abcdef"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
@@ -94,13 +92,6 @@ async def test_a_draft_length_is_a_limit_or_fixed(
     assert (params.num_speculative_tokens, params.fixes_draft_length) == (length, is_fixed)
 
 
-def test_a_server_that_makes_no_drafts_says_so() -> None:
-    request = CompletionRequest.model_validate({"prompt": "a", "speculative": {"fixed": True}})
-    with pytest.raises(RequestError, match="this server makes no drafts") as refused:
-        sampling_params(request, ModelLimits(259, 512, num_speculative_tokens=0), max_n=8)
-    assert refused.value.param == "speculative.fixed"
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -124,25 +115,28 @@ async def test_nothing_is_tokenized_for_a_request_that_no_prompt_could_make_righ
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
 
 
+LIMITS, NO_DRAFTS = (ModelLimits(259, 512, num_speculative_tokens=k) for k in (4, 0))
+ENCODER = ModelLimits(259, 512, 4, refused=REFUSED)
+PROMPT, CHAT = CONTENT["/v1/completions"], CONTENT["/v1/chat/completions"]
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("model", "fields", "param", "message"),
     [
-        ({"echo": True}, "does not continue the prompt"),
-        ({"echo": True, "logprobs": 2}, "does not continue the prompt"),
-        ({"prompt_logprobs": 0}, "predicts none of it"),
+        (ENCODER, {**PROMPT, "echo": True}, "echo", "does not continue the prompt"),
+        (ENCODER, {**PROMPT, "echo": True, "logprobs": 2}, "echo", "does not continue the prompt"),
+        (ENCODER, {**PROMPT, "prompt_logprobs": 0}, "prompt_logprobs", "predicts none of it"),
+        (ENCODER, CHAT, "messages", "takes no conversations; use /v1/completions"),
+        (ENCODER, {**PROMPT, "echo": False}, None, ""),
+        (NO_DRAFTS, {**PROMPT, "speculative": {"fixed": True}}, "speculative.fixed", "this server makes no drafts"),
     ],
 )
-def test_an_encoder_decoder_predicts_nothing_of_its_prompt(fields: dict[str, Any], message: str) -> None:
-    request = CompletionRequest.model_validate({"prompt": "a", **fields})
+def test_what_a_model_cannot_do_is_refused(model: ModelLimits, fields: Any, param: str | None, message: str) -> None:
+    request = (ChatCompletionRequest if "messages" in fields else CompletionRequest).model_validate(fields)
+    sampling_params(request, LIMITS, max_n=8)
+    if param is None:
+        sampling_params(request, model, max_n=8)
+        return
     with pytest.raises(RequestError, match=message) as refused:
-        sampling_params(request, ENCODER_LIMITS, max_n=8)
-    assert refused.value.param == next(iter(fields))
-    sampling_params(request, ModelLimits(259, 512, 4), max_n=8)
-
-
-def test_an_encoder_decoder_takes_prompts_and_no_conversations() -> None:
-    sampling_params(CompletionRequest.model_validate({"prompt": "a", "echo": False}), ENCODER_LIMITS, max_n=8)
-    chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
-    with pytest.raises(RequestError, match="takes no conversations; use /v1/completions") as refused:
-        sampling_params(chat, ENCODER_LIMITS, max_n=8)
-    assert refused.value.param == "messages"
+        sampling_params(request, model, max_n=8)
+    assert refused.value.param == param

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from deployments.cli.settings import settings_table
 from deployments.config import AppConfig
 

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from deployments.openai.chat import ChatWriter
 from deployments.openai.message_parts import CallArguments, CallStart, Part, Reasoning
@@ -11,35 +11,19 @@ from deployments.openai.writer import Choice
 from deployments.prompts.conversation import past_arguments
 from engine.protocols import RequestOutput
 
-TextBlock = TypeVar("TextBlock", "OutputTextBlock", "OutputThinking")
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class OutputTextBlock(ResponseModel):
-    """Text."""
+class Block(ResponseModel):
+    """Text; thoughts, which nobody signs; or a call, whose input is text if the model wrote no JSON object."""
 
-    type: Literal["text"]
-    text: str
-
-
-class OutputThinking(ResponseModel):
-    """Thoughts; nobody signs them."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class OutputToolUse(ResponseModel):
-    """A call; its input is text if the model wrote no JSON object."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any] | str
-
-
-Block = OutputTextBlock | OutputThinking | OutputToolUse
+    type: Literal["text", "thinking", "tool_use"]
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | str = ""
 
 
 class MessageBody(ResponseModel):
@@ -114,23 +98,21 @@ class MessagesWriter(ChatWriter):
     def _add_part(self, part: Part) -> str:
         match part:
             case CallStart():
-                return self._begin_block(OutputToolUse(type="tool_use", id=part.id, name=part.name, input={}))
+                return self._begin_block(Block(type="tool_use", id=part.id, name=part.name, input={}))
             case CallArguments():
                 self.arguments += part.text
                 is_json = self.request.tool_choice not in (None, "auto")  # a grammar sees to that
                 return self._block_delta(type="input_json_delta", partial_json=part.text) if is_json else ""
             case Reasoning():
-                thoughts, start = self._last_block(OutputThinking(type="thinking", thinking="", signature=""))
-                thoughts.thinking += part.text
-                return start + self._block_delta(type="thinking_delta", thinking=part.text)
-        text, start = self._last_block(OutputTextBlock(type="text", text=""))
-        text.text += part.text
-        return start + self._block_delta(type="text_delta", text=part.text)
+                begun = self._begin_unless_last(Block(type="thinking", thinking="", signature=""))
+                self.blocks[-1].thinking += part.text
+                return begun + self._block_delta(type="thinking_delta", thinking=part.text)
+        begun = self._begin_unless_last(Block(type="text", text=""))
+        self.blocks[-1].text += part.text
+        return begun + self._block_delta(type="text_delta", text=part.text)
 
-    def _last_block(self, empty: TextBlock) -> tuple[TextBlock, str]:
-        """Return the last block, if it is of this kind, or else begin the empty one."""
-        last = self.blocks[-1] if self.blocks else None
-        return (last, "") if isinstance(last, type(empty)) else (empty, self._begin_block(empty))
+    def _begin_unless_last(self, empty: Block) -> str:
+        return "" if self.blocks and self.blocks[-1].type == empty.type else self._begin_block(empty)
 
     def _begin_block(self, block: Block) -> str:
         end = self._end_block()
@@ -144,7 +126,7 @@ class MessagesWriter(ChatWriter):
         if not self.blocks:
             return ""
         rest = ""
-        if isinstance(last := self.blocks[-1], OutputToolUse):
+        if (last := self.blocks[-1]).type == "tool_use":
             text, self.arguments = self.arguments, ""
             last.input = past_arguments(text)
             if self.request.tool_choice in (None, "auto"):  # as a whole: Anthropic's client fails at wrong JSON
@@ -155,7 +137,7 @@ class MessagesWriter(ChatWriter):
     def _body(self) -> MessageBody:
         choice, usage = self.choices[0], self.usage()
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
-        has_calls = any(isinstance(block, OutputToolUse) for block in self.blocks)
+        has_calls = any(block.type == "tool_use" for block in self.blocks)
         reason: StopReason | None = "tool_use" if has_calls else "end_turn" if stop is None else "stop_sequence"
         if choice.finish_reason != "stop":
             reason = "max_tokens" if choice.finish_reason else None

@@ -123,8 +123,7 @@ class ChatWriter(Writer):
         """Return the chunk with the token counts and no choices, if the client asked for it."""
         if not self.has_usage_chunk:
             return ""
-        usage = {name: figures.model_dump(exclude_unset=True) for name, figures in self.usage_fields().items()}
-        return self._event([], **usage)
+        return self._event([], **self.usage_fields())
 
     def whole(self) -> ResponseModel:
         """Return the body of a response that is not streamed."""

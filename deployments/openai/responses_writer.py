@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from deployments.openai.chat import ChatWriter
 from deployments.openai.logprobs import TokenLogprob, chat_logprobs
 from deployments.openai.message_parts import CallArguments, CallStart, Content, Part, Reasoning
@@ -18,54 +20,27 @@ from engine.protocols import RequestOutput
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(ResponseModel):
-    """The text of a message."""
+class OutputPart(ResponseModel):
+    """The text of a message, or of thoughts."""
 
-    type: Literal["output_text"] = "output_text"
+    type: Literal["output_text", "reasoning_text"]
     text: str
-    annotations: list[str]
-    logprobs: list[TokenLogprob]
+    annotations: list[str] = Field(default=[])
+    logprobs: list[TokenLogprob] = Field(default=[])
 
 
-class OutputMessage(ResponseModel):
-    """A message."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    status: Status
-    content: list[OutputText]
-
-
-class OutputCall(ResponseModel):
-    """A call of a function."""
+class OutputItem(ResponseModel):
+    """A message, a call of a function, or thoughts; these come whole, so there is no summary."""
 
     id: str
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
+    type: Literal["message", "function_call", "reasoning"]
+    role: Literal["assistant"] = "assistant"
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    summary: list[str] = Field(default=[])
     status: Status
-
-
-class ReasoningText(ResponseModel):
-    """The text of thoughts."""
-
-    type: Literal["reasoning_text"] = "reasoning_text"
-    text: str
-
-
-class OutputReasoning(ResponseModel):
-    """Thoughts; they come whole, so there is no summary."""
-
-    id: str
-    type: Literal["reasoning"]
-    summary: list[str]
-    status: Status
-    content: list[ReasoningText]
-
-
-OutputItem = OutputMessage | OutputCall | OutputReasoning
+    content: list[OutputPart] = Field(default=[])
 
 
 class ResponseUsage(ResponseModel):
@@ -161,18 +136,16 @@ class ResponsesWriter(ChatWriter):
         return "".join(self._add_part(part) for part in self.read(choice, tokens.text, is_last=is_last))
 
     def _add_part(self, part: Part) -> str:
-        last = self.items[-1] if self.items else None
+        last_type = self.items[-1].type if self.items else None
         match part:
             case CallStart():
-                return self._begin(OutputCall, "fc", "function_call", call_id=part.id, name=part.name, arguments="")
+                return self._begin("function_call", "fc", call_id=part.id, name=part.name, arguments="")
             case CallArguments():
-                assert isinstance(last, OutputCall)
-                last.arguments += part.text
+                self.items[-1].arguments += part.text
                 return self._named_event("response.function_call_arguments.delta", **self._location, delta=part.text)
-            case Reasoning() if not isinstance(last, OutputReasoning):
-                thoughts = ReasoningText(type="reasoning_text", text="")
-                begun = self._begin(OutputReasoning, "rs", "reasoning", thoughts, summary=[])
-            case Content() if not isinstance(last, OutputMessage):
+            case Reasoning() if last_type != "reasoning":
+                begun = self._begin("reasoning", "rs", OutputPart(type="reasoning_text", text=""), summary=[])
+            case Content() if last_type != "message":
                 begun = self._begin_message()
             case _:
                 begun = ""
@@ -181,14 +154,14 @@ class ResponsesWriter(ChatWriter):
     def _begin_message(self) -> str:
         num_thoughts = self._num_thoughts(lambda: [token.token for token in self.logprobs])
         self.logprobs = self.logprobs[num_thoughts:]
-        text = OutputText(type="output_text", text="", annotations=[], logprobs=[])
-        return self._begin(OutputMessage, "msg", "message", text, role="assistant")
+        text = OutputPart(type="output_text", text="", annotations=[], logprobs=[])
+        return self._begin("message", "msg", text, role="assistant")
 
-    def _begin(self, kind: type[OutputItem], prefix: str, type: str, text: Any = None, **fields: Any) -> str:
+    def _begin(self, type: Any, prefix: str, text: OutputPart | None = None, **fields: Any) -> str:
         """Return the events that end the last item and begin another."""
         ended = self._end_item("completed")
         id = f"{prefix}_{self.reply.id.removeprefix('resp_')}_{len(self.items)}"
-        item: Any = kind(id=id, type=type, status="in_progress", **fields, **({"content": []} if text else {}))
+        item = OutputItem(id=id, type=type, status="in_progress", **fields, **({"content": []} if text else {}))
         self.items.append(item)
         begun = ended + self._named_event("response.output_item.added", item=item, output_index=len(self.items) - 1)
         if text is None:
@@ -198,7 +171,7 @@ class ResponsesWriter(ChatWriter):
 
     def _num_thoughts(self, texts_of: Callable[[], Sequence[str]]) -> int:
         """Return how many of the answer's first tokens, of which these are the texts, are thoughts or their marks."""
-        if self.form is None or not any(isinstance(item, OutputReasoning) for item in self.items):
+        if self.form is None or not any(item.type == "reasoning" for item in self.items):
             return 0
         fields, texts = self.form.loaded.fields, texts_of()
         closing = next(fields[name].close_re for name in THOUGHTS if name in fields)
@@ -206,12 +179,10 @@ class ResponsesWriter(ChatWriter):
         return bisect_left(list(accumulate(map(len, texts))), closed.end()) + 1 if closed else len(texts)
 
     def _add_text(self, text: str) -> str:
-        item = self.items[-1]
-        assert not isinstance(item, OutputCall)
-        part = item.content[0]
+        part = self.items[-1].content[0]
         part.text += text
         fields = {**self._location, "content_index": 0, "delta": text}
-        if isinstance(part, OutputText):
+        if part.type == "output_text":
             fields["logprobs"], self.logprobs = self.logprobs, []
             part.logprobs += fields["logprobs"]
         return self._named_event(f"response.{part.type}.delta", **fields)
@@ -226,12 +197,12 @@ class ResponsesWriter(ChatWriter):
             return ""
         item = self.items[-1]
         item.status = status
-        if isinstance(item, OutputCall):
+        if item.type == "function_call":
             done = "response.function_call_arguments.done"
             ends = self._named_event(done, **self._location, arguments=item.arguments)
         else:
             location, part, scores = {**self._location, "content_index": 0}, item.content[0], {}
-            if isinstance(part, OutputText):
+            if part.type == "output_text":
                 part.logprobs += self.logprobs  # of tokens that had no text
                 self.logprobs, scores = [], {"logprobs": part.logprobs}
             ends = self._named_event(f"response.{part.type}.done", **location, text=part.text, **scores)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any
 
-import pydantic_core
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -22,6 +21,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    TypeAdapter,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -213,11 +213,12 @@ class ResponseModel(BaseModel):
     """A JSON object for a client."""
 
 
+_ANYTHING: TypeAdapter[Any] = TypeAdapter(Any)
+
+
 def to_json(body: object) -> str:
-    """Return the JSON text of a response, or of fields whose values are complete."""
-    if isinstance(body, ResponseModel):
-        return body.model_dump_json(exclude_unset=True)
-    return pydantic_core.to_json(body, inf_nan_mode="null").decode()
+    """Return the JSON text of a response, or of its fields."""
+    return _ANYTHING.dump_json(body, exclude_unset=True).decode()
 
 
 class ErrorDetail(ResponseModel):

@@ -115,7 +115,6 @@ class ChatSession:
 
 
 def _figures(last: dict[str, Any], seconds: float) -> str:
-    """Return the speed and the acceptance that the last event of an answer tells."""
     count, figures = last["usage"]["completion_tokens"], last["metrics"]["speculative_decoding"]
     rate, length = figures["draft_acceptance_rate"], figures["mean_acceptance_length"]
     accepted = f"{rate:.0%} of draft tokens accepted, {length:.1f} tokens a round" if rate else "no drafts"

@@ -31,7 +31,6 @@ URL = "http://127.0.0.1:8000"
 
 
 def _completions(incomplete: str) -> list[str]:
-    """Return the settings that a word may become, for the shell."""
     from deployments.cli.settings import settings
 
     return [f"{name}=" for name, _ in settings() if name.startswith(incomplete)]

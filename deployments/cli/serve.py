@@ -128,7 +128,6 @@ def _wait_for_start() -> None:
 
 
 def _drain(timeout_s: float) -> None:
-    """Refuse new requests and wait for the running ones."""
     logger.info("stopping; running streams may take %g s to finish, another signal stops them", timeout_s)
     logger.setLevel(logging.WARNING)  # Serve prints its deletions
     for name in serve.status().applications:

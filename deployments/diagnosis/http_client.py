@@ -133,7 +133,6 @@ def events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise what a server says if it refuses a request."""
     if response.is_success:
         return
     text = response.read().decode(errors="replace")

@@ -78,7 +78,6 @@ class CompletionWriter(Writer):
 
     @property
     def _is_scored(self) -> bool:
-        """Whether the prompt is returned with its log probabilities."""
         return bool(self.request.echo) and self.request.logprobs is not None
 
     def opening(self) -> str:

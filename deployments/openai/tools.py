@@ -272,5 +272,4 @@ def _spelled_out(look_behind: re.Match[str]) -> str:
 
 
 def _unnamed(pattern: str) -> str:
-    """Return a pattern without the names of its groups."""
     return re.sub(r"\(\?P?<\w+>", "(?:", pattern)

@@ -104,7 +104,6 @@ class ChatTemplate:
         return (before, answer) if "probe" in before and "probe" in answer else None
 
     def _entry(self, tokenizer: Any, message: ChatMessage, stand_ins: dict[str, str]) -> dict[str, Any]:
-        """Return a message for the template."""
         role = "system" if message.role == "developer" else message.role
         entry: dict[str, Any] = {"role": role, "content": self._harmless(tokenizer, message.text(), stand_ins)}
         if message.name:
@@ -192,7 +191,6 @@ def _effort(template: str, effort: ReasoningEffort | None) -> dict[str, Any]:
 
 @cache
 def _switches_of(template: str) -> set[str]:
-    """Return which of the switches a chat template reads."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _SWITCHES & find_undeclared_variables(_compile_jinja_template(template).environment.parse(template))

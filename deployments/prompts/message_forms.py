@@ -41,7 +41,6 @@ def form_of(tokenizer: "PreTrainedTokenizerFast") -> MessageForm | None:
 
 
 def _reads(form: MessageForm, prompt: str, answer: str) -> bool:
-    """Return whether a form reads the probe's call from an answer."""
     parts = MessageParser(form, prompt=prompt, tools=[Tool.model_validate(PROBE_TOOL)]).feed(answer, is_last=True)
     names = [part.name for part in parts if isinstance(part, CallStart)]
     arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
@@ -82,7 +81,6 @@ def _form(
 
 
 def _own_template(tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any] | None:
-    """Return the template that comes with a tokenizer, if it can be used."""
     template: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
     try:
         if template is not None:

@@ -221,7 +221,6 @@ def _system_in_place(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 def _system_first(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Join all system messages at the beginning."""
     return [*_joined([*filter(_is_system, entries)]), *itertools.filterfalse(_is_system, entries)]
 
 

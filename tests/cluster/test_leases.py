@@ -200,7 +200,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> GroupConfig:
 
 @pytest.fixture(scope="module")
 async def undrafted(config: GroupConfig) -> list[Texts]:
-    return [await Group(config, number, None).run(320) for number in range(NUM_GROUPS)]
+    return [await Group(config, number, None).run(200) for number in range(NUM_GROUPS)]
 
 
 @pytest.fixture(scope="module", params=["off", "on"])
@@ -236,7 +236,7 @@ async def test_four_groups_write_their_texts_whatever_happens_to_their_draft_wor
     run_ahead = workers.config.run_ahead
     groups = [Group(replace(config, run_ahead=run_ahead), number, workers) for number in range(NUM_GROUPS)]
     workers.taken.clear()
-    running = asyncio.gather(*(group.run(320) for group in groups))
+    running = asyncio.gather(*(group.run(200) for group in groups))
     await wait_for(lambda: all(group.engine.stats.num_drafts > 20 for group in groups))
     before = [group.engine.stats.num_accepted_tokens for group in groups]
     fault(workers.processes[0])

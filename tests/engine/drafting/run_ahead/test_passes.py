@@ -1,6 +1,5 @@
 """Passes between two proposals: one at a time, measured, and only while there is something to do."""
 
-
 import pytest
 from hypothesis import given, strategies
 

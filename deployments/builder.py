@@ -165,33 +165,26 @@ def _check_room(
 ) -> tuple[int, int]:
     """Return the surge percentages of Routers and Ingresses; report replicas without room."""
     ingress = [Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, config.label_selector.ingress)]
-    num_drafts = 0 if config.draft_pool is None else config.draft_pool.replicas
-    named, left = {"num_ingress_replicas": (ingress, num_ingress), "draft_pool.replicas": (draft, num_drafts)}, nodes
-    for setting, (slot, number) in named.items():
-        num_placed, left = place_groups(slot, left, limit=number)
-        if num_placed < number:
-            shortages = missing(slot, left)
-            _report_shortage(f"{setting} is {number}", num_placed, shortages, is_fatal=not can_grow, can_grow=can_grow)
-    bounds = config.autoscaling
-    room, free = place_groups(group, left, limit=bounds.upper_bound)
-    if room < bounds.upper_bound:
-        is_short = room < bounds.min_replicas
-        bound = f"min_replicas is {bounds.min_replicas}" if is_short else f"max_replicas is {bounds.upper_bound}"
-        is_fatal = is_short and not can_grow
-        _report_shortage(f"autoscaling.{bound}", room, missing(group, free), is_fatal=is_fatal, can_grow=can_grow)
+    num_drafts, bounds = 0 if config.draft_pool is None else config.draft_pool.replicas, config.autoscaling
+    room, left = 0, nodes
+    for setting, slots_of_one, most, least in (
+        ("num_ingress_replicas", ingress, num_ingress, num_ingress),
+        ("draft_pool.replicas", draft, num_drafts, num_drafts),
+        ("autoscaling.max_replicas", group, bounds.upper_bound, bounds.min_replicas),
+    ):
+        room, left = place_groups(slots_of_one, left, limit=most)
+        if room < most:
+            named, number = (setting, most) if room >= least else (setting.replace("max_", "min_"), least)
+            shortages = "; ".join(missing(slots_of_one, left))
+            message = f"{named} is {number}, but the cluster has room for {room}: {shortages}"
+            if room < least and not can_grow:
+                raise ArgumentError(message)
+            logger.warning("%s; %s", message, "the others wait for more nodes" if can_grow else "no more will start")
     _, left = place_groups(draft, nodes, limit=num_drafts)
     num_placed, left = place_groups(ingress, left, limit=2 * num_ingress)
     room_beside, _ = place_groups(group, left, limit=2 * bounds.upper_bound)
     has_room_for_two = num_placed == 2 * num_ingress and room_beside >= room
     return surge_percent(bounds.upper_bound, room_beside), 100 if has_room_for_two else 0
-
-
-def _report_shortage(setting: str, room: int, shortages: list[str], *, is_fatal: bool, can_grow: bool) -> None:
-    message = f"{setting}, but the cluster has room for {room}: {'; '.join(shortages)}"
-    if is_fatal:
-        raise ArgumentError(message)
-    consequence = "the others wait for more nodes" if can_grow else "no more will start"
-    logger.warning("%s; %s", message, consequence)
 
 
 def _nodes() -> dict[str, Node]:

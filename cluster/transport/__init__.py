@@ -4,7 +4,7 @@ A worker's `Server` answers its clients; the Router's `Connector` turns a listen
 processes of one node they use a Unix socket, between nodes mutual TLS. All that a Router says to an Ingress goes one
 way, from an `Outbox` to an inbox, by mutual TLS.
 
-In reading order: `link` (the Router's side, and the errors of a call), `server` and `listener` (the worker's side),
+In reading order: `link` (the Router's side, and the errors of a call), `server` (the worker's side),
 `inbox` (both ends of the one-way connection), `frames` (messages on a byte stream) and `credentials` (certificates).
 """
 
@@ -19,8 +19,7 @@ from cluster.transport.link import (
     PeerGoneError,
     TransportError,
 )
-from cluster.transport.listener import Listener
-from cluster.transport.server import Server
+from cluster.transport.server import Listener, Server
 
 __all__ = [
     "ConnectionLostError",

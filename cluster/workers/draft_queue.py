@@ -18,16 +18,7 @@ from itertools import islice
 
 import torch
 
-from cluster.protocol.messages import (
-    AnyReply,
-    AnyRequest,
-    Drafts,
-    Failure,
-    Ping,
-    Pong,
-    PrefixMissing,
-    Propose,
-)
+from cluster.protocol.messages import AnyReply, AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose
 from cluster.protocol.prefix_delta import PrefixTable
 from engine.config import EngineConfig
 from engine.control.stats import PREPARATION
@@ -142,11 +133,8 @@ class DraftQueue:
             if missing := group.table.update(request.released, [entry.prefix for entry in request.rows]):
                 answer(PrefixMissing(request.round, version, 0.0, missing))
             else:
-                prefixes = [group.table[entry.prefix.request_id] for entry in request.rows]
-                rows = [
-                    ProposeRow(prefix.request, entry.num_draft_tokens)
-                    for prefix, entry in zip(prefixes, request.rows, strict=True)
-                ]
+                held = [group.table[entry.prefix.request_id].request for entry in request.rows]
+                rows = [ProposeRow(one, entry.num_draft_tokens) for one, entry in zip(held, request.rows, strict=True)]
                 self._waiting.append(_Proposal(group, request, rows, self._clock() + request.deadline_s, answer))
 
     def _join(self, version: int) -> _Group:
@@ -281,8 +269,11 @@ class DraftQueue:
 
 def share_rows(proposals: Sequence[_Proposal], room: int) -> Counter[_Proposal]:
     """Return how many rows of each proposal are drafted in one pass: all, or equal shares of the room."""
-    longest = max(len(one.missing) for one in proposals)
-    turns = (one for turn in range(longest) for one in proposals if turn < len(one.missing))
+    counts = Counter({proposal: len(proposal.missing) for proposal in proposals})
+    if counts.total() <= room:
+        return counts
+    longest = max(counts.values())
+    turns = (proposal for turn in range(longest) for proposal in proposals if turn < counts[proposal])
     return Counter(islice(turns, room))
 
 

@@ -104,13 +104,14 @@ class Drafts:
                 self._worker.end_one()
 
     def __del__(self) -> None:
-        self._worker.close()
+        if hasattr(self, "_worker"):  # it has loaded
+            self._worker.close()
 
 
 def _loaded(config: GroupConfig, worker: str) -> DraftWorker:
     assert config.draft is not None
     target, draft = open_model(config.target), open_model(config.draft)
-    has_gpu = bool(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+    has_gpu = bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
     config = settle_shared(suited_to_models(config, target, draft), has_gpu=has_gpu, num_cores=os.cpu_count() or 1)
     loaded = DraftWorker(config, worker, max_groups=GROUPS_PER_WORKER)
     loaded.load()

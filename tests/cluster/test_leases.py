@@ -38,6 +38,7 @@ class Rig:
     def __init__(self, *names: str) -> None:
         self.names, self.avoided = names, list[set[str]]()
         self.identity, self.links, self.taken = "me", list[FakeLink](), list[str]()
+        self.keeps_leases = False
         self.drafter = RemoteDrafter(vocab_size=100, timeout_s=0.2)
         self.echo = EchoDrafter()
 
@@ -45,7 +46,8 @@ class Rig:
         assert (identity, num_rows) == ("me", 4)
         self.avoided.append(set(avoid))
         for name in sorted(self.names, key=lambda name: name in avoid):
-            return Lease(name, len(self.links) + 1, Endpoint(NODE_ID, "", "", 0, ""), None)
+            version = len(self.links) if self.keeps_leases and self.links else len(self.links) + 1
+            return Lease(name, version, Endpoint(NODE_ID, "", "", 0, ""), None)
         raise TargetError("no worker has room now")
 
     def connect(self, endpoint: Endpoint, *, version: int, on_break) -> FakeLink:
@@ -116,6 +118,23 @@ async def test_the_only_worker_is_leased_again_after_it_failed():
     assert rig.avoided[:2] == [set(), {"one"}]
 
 
+async def test_a_lease_that_goes_on_after_a_failure_keeps_its_connection_and_the_texts_that_the_worker_has():
+    """The worker is used again once it replies to a ping, and learns then which requests have ended meanwhile."""
+    rig = Rig("one")
+    rig.keeps_leases = True
+    async with rig.kept():
+        await wait_for(lambda: rig.drafter.is_available)
+        await rig.propose(1, 2, 3)
+        rig.links[0].faults = ["lose"]
+        rig.drafter.release("b")
+        assert await rig.propose(1, 2, 3, 4) == []
+        await wait_for(lambda: rig.drafter.is_available)
+        assert await rig.propose(1, 2, 3, 4, 5) == [3, 4, 5]
+    assert rig.taken == ["one"]
+    assert [entry.prefix.offset for request in rig.links[0].requests[-1:] for entry in request.rows] == [3]
+    assert len(rig.links) == 1
+
+
 async def test_no_room_anywhere_is_asked_again_while_rounds_go_without_drafts(caplog):
     caplog.set_level(logging.WARNING, "cluster.leases")
     rig = Rig()
@@ -181,7 +200,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> GroupConfig:
 
 @pytest.fixture(scope="module")
 async def undrafted(config: GroupConfig) -> list[Texts]:
-    return [await Group(config, number, None).run(160) for number in range(NUM_GROUPS)]
+    return [await Group(config, number, None).run(200) for number in range(NUM_GROUPS)]
 
 
 @pytest.fixture(scope="module", params=["off", "on"])
@@ -217,7 +236,7 @@ async def test_four_groups_write_their_texts_whatever_happens_to_their_draft_wor
     run_ahead = workers.config.run_ahead
     groups = [Group(replace(config, run_ahead=run_ahead), number, workers) for number in range(NUM_GROUPS)]
     workers.taken.clear()
-    running = asyncio.gather(*(group.run(160) for group in groups))
+    running = asyncio.gather(*(group.run(200) for group in groups))
     await wait_for(lambda: all(group.engine.stats.num_drafts > 20 for group in groups))
     before = [group.engine.stats.num_accepted_tokens for group in groups]
     fault(workers.processes[0])

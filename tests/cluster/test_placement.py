@@ -20,6 +20,7 @@ from cluster.placement import (
     rank_beside_draft,
     rank_options,
     settle,
+    settle_shared,
     shares_gpu,
 )
 from engine.config import EngineConfig, ModelConfig
@@ -153,6 +154,18 @@ def test_a_draft_worker_of_a_pool_has_a_gpu_of_its_own(device, num_gpus, expecte
         "PASSIVE",
         None if expected else "",
     )
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "has_gpu", "num_cores", "expected"),
+    [("auto", False, 2, "off"), ("auto", False, 3, "on"), ("auto", True, 1, "on"), ("off", True, 9, "off")],
+)
+def test_a_draft_worker_of_several_groups_runs_ahead_where_it_has_cores_of_its_own(
+    run_ahead, has_gpu, num_cores, expected
+):
+    config = replace(AUTO, run_ahead=run_ahead)
+    settled = settle_shared(config, has_gpu=has_gpu, num_cores=num_cores)
+    assert settled == replace(config, run_ahead=expected, draft=replace(config.draft, num_threads=1))
 
 
 def test_a_leased_draft_runs_ahead_of_a_target_that_has_all_cores():

@@ -1,13 +1,11 @@
 """The engine's Verifier over links that fail in every way."""
 
 import asyncio
-import contextlib
-import threading
 from dataclasses import replace
 
 import pytest
 
-from cluster import remote_verifier, round_times
+from cluster import remote_verifier
 from cluster.protocol.messages import AnyRequest, Failure, PrefixMissing, Verdicts, Verify
 from cluster.remote_verifier import RemoteVerifier
 from cluster.workers.responder import TargetResponder
@@ -15,8 +13,6 @@ from engine.control.stats import PREPARATION
 from engine.errors import TargetError
 from engine.protocols import StateRow, Verdict
 from tests.cluster.fakes import FakeLink, SumVerifier, answering, verify_row
-from tests.cluster.wire import linked, serving
-from tests.waiting import wait_for
 
 VOCAB = 1000
 PATIENT_S, HASTY_S = 30.0, 0.1
@@ -150,18 +146,6 @@ async def test_ranks_that_are_told_a_prefix_again_have_the_whole_timeout_and_the
     assert await clock.deadlines(tokens, 1) == [pytest.approx(10.0)]
 
 
-async def test_a_target_that_hangs_is_lost_at_the_learned_deadline(monkeypatch):
-    monkeypatch.setattr(round_times, "_LEAST_S", HASTY_S)
-    side, tokens = TargetSide(), [1, 2, *[3] * 62]
-    clock = Clock(monkeypatch, side)
-    clock.round_s = HASTY_S / 20
-    await clock.deadlines(tokens, 9)
-    side.links[0].faults = ["lose reply"]
-    with pytest.raises(TargetError, match=f"no reply to round 10 within {HASTY_S:g} s"):
-        await side.verifier.verify([verify_row("a", tokens)])
-    assert not side.verifier.is_available
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -276,36 +260,6 @@ async def test_every_rank_gets_rounds_in_the_same_order_even_if_one_has_no_room(
     await asyncio.gather(begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [1, 2])))
     for link in side.links:
         assert [request.round for request in link.requests] == [1, 2]
-
-
-async def test_rounds_larger_than_the_sockets_buffers_reach_all_ranks_in_order(credentials):
-    """Over sockets, to ranks of which one is busy: a round that finds no room holds up the next on all links."""
-    verifiers, ranks, may_read = [SumVerifier(), SumVerifier()], contextlib.ExitStack(), threading.Event()
-    with ranks:
-        links = []
-        for rank, verifier in enumerate(verifiers):
-            answer = TargetResponder(verifier, rank=rank, capacity=8, version=1).answer
-
-            def answer_later(request, *, answer=answer, rank=rank):
-                if rank == 1:
-                    may_read.wait(10)
-                return answer(request)
-
-            server = ranks.enter_context(serving(credentials.certificate, answer_later))
-            links.append(ranks.enter_context(linked(server.endpoint, credentials)))
-        remote_verifier = RemoteVerifier(vocab_size=VOCAB, timeout_s=PATIENT_S)
-        remote_verifier.connect(links)
-        tokens = {name: [nth, 1] * 500_000 for nth, name in enumerate("abcd")}
-        rounds = [asyncio.ensure_future(remote_verifier.verify([verify_row(*item)])) for item in tokens.items()]
-        await asyncio.sleep(0.2)
-        assert remote_verifier._sending.locked()
-        may_read.set()
-        verdicts = await asyncio.gather(*rounds)
-        # Rank 0 alone decides, so the other may be behind.
-        await wait_for(lambda: len(verifiers[1].seen) == len(tokens))
-    assert [verdict.token_ids for (verdict,) in verdicts] == [[sum(ids) % VOCAB] for ids in tokens.values()]
-    for verifier in verifiers:
-        assert [rows[0].request.request_id for rows in verifier.seen] == list("abcd")
 
 
 async def evicted(side: TargetSide) -> tuple:

@@ -110,7 +110,7 @@ class RunAheadDrafter(PassesAhead):
             if context is not None and (verdict := context.verdict(request.token_ids)) is not None:
                 answer.verdict = context, verdict
             reason = self._find_branch(answer)
-            if answer.row.num_draft_tokens and (self.runs_ahead or reason is None):
+            if answer.row.num_draft_tokens:
                 self._count(reason)
         if any(answer.verdict for answer in answers):
             # Exactly one round lies between the last proposal and this one, so the time between them is a round's.
@@ -181,8 +181,6 @@ class RunAheadDrafter(PassesAhead):
         return True
 
     def _prepare(self, answers: Sequence[_Answer]) -> None:
-        if not self.runs_ahead:
-            return
         self._depth = max((answer.row.num_draft_tokens for answer in answers), default=0) or self._depth
         requests = [answer.row.request for answer in answers]
         self._contexts = {

@@ -114,15 +114,10 @@ def _smooth(old: float | None, new: float) -> float:
 
 
 class PassesAhead(ABC):
-    """Drafts between two proposals, in `advance`; subclasses say which passes, and keep the cache.
-
-    Attributes:
-        runs_ahead: whether the next proposal prepares for its verdicts; if not, `advance` has nothing to do after it.
-    """
+    """Drafts between two proposals, in `advance`; subclasses say which passes, and keep the cache."""
 
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self.stats = RunAheadStats()
-        self.runs_ahead = True
         self._backend = backend
         self.clock = clock
         self._pace = Pace(clock)

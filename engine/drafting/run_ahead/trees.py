@@ -61,9 +61,6 @@ class RunAheadTreeDrafter(PassesAhead):
 
     def _propose(self, rows: list[ProposeRow], arrived: float) -> list[Draft]:
         self._take_results()
-        if not self.runs_ahead:
-            self.stop()
-            return run_in_process(self._grower.propose(rows))
         self._work = None
         before = {name: len(row.request.token_ids) for name, row in self._rows.items()}
         self._rows = {row.request.request_id: row for row in rows}

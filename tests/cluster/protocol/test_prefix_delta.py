@@ -86,6 +86,17 @@ def test_a_released_request_is_forgotten_also_by_a_worker_that_holds_no_prefix_o
     assert forgotten == ["a", "unknown"]
 
 
+def test_requests_of_several_clients_are_named_after_their_owners():
+    forgotten = []
+    tables = [PrefixTable(4, forgotten.append, owner=owner) for owner in ("1/", "2/")]
+    for table in tables:
+        assert table.update([], [whole("a", [1])]) == []
+        assert table.update([], [PrefixDelta("b", 1, [4], 1)]) == ["b"]
+    assert [table["a"].request.request_id for table in tables] == ["1/a", "2/a"]
+    tables[1].update(["a"], [])
+    assert forgotten == ["2/a"]
+
+
 def test_parameters_are_sent_once():
     known = Acknowledged()
     row = propose_row("a", [1, 2, 3])

@@ -38,22 +38,6 @@ async def test_calls_are_answered(credentials: Credentials, is_same_node: bool, 
         assert not dropped()
 
 
-@ON_SAME_AND_OTHER_NODE
-async def test_a_call_that_has_begun_is_answered_while_others_begin(
-    credentials: Credentials, is_same_node: bool
-) -> None:
-    with (
-        serving(credentials.certificate) as server,
-        linked(server.endpoint, credentials, is_same_node=is_same_node) as link,
-    ):
-        first, second = await link.begin(ping(1)), await link.begin(ping(2))
-        assert (await second).round == 2
-        assert first.done()
-        assert (await first).round == 1
-        await asyncio.sleep(0)
-        assert not link._calls
-
-
 async def test_a_call_that_has_begun_fails_as_any_other(credentials: Credentials, tmp_path: Path) -> None:
     """By its deadline, a lost connection, or `close`; one that nobody waits for any more is forgotten."""
     async with raw_peer(credentials, tmp_path) as (endpoint, connections):

@@ -17,7 +17,7 @@ import pytest
 from cluster.protocol.messages import AnyReply, AnyRequest, encode
 from cluster.transport import ConnectionLostError, DeadlineError, Listener, Server
 from cluster.transport import frames as frames_module
-from cluster.transport import listener as listener_module
+from cluster.transport import server as server_module
 from cluster.transport.credentials import Credentials, tls_context
 from cluster.transport.frames import frame
 from engine.errors import TargetError
@@ -147,8 +147,8 @@ def test_a_client_that_leaves_before_its_handshake_is_not_accepted(credentials: 
 def test_slow_handshakes_do_not_delay_the_client(
     server: Listener, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "MAX_HANDSHAKES", 10)
-    monkeypatch.setattr(listener_module, "_HANDSHAKE_S", 60)
+    monkeypatch.setattr(server_module, "_MAX_HANDSHAKES", 10)
+    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 60)
     with contextlib.ExitStack() as slow:
         connections = [slow.enter_context(connect_by_tcp(server)) for _ in range(25)]
         with connect_by_tls(server, credentials) as client:
@@ -158,7 +158,7 @@ def test_slow_handshakes_do_not_delay_the_client(
 
 
 def test_a_handshake_that_takes_too_long_is_refused(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener_module, "_HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 0.1)
     with connect_by_tcp(server) as connection:
         assert connection.recv(1) == b""
 

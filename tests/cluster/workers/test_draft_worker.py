@@ -1,4 +1,4 @@
-"""A worker of the pool over real sockets: its leases, who may use them, and when they end."""
+"""A draft worker over real sockets: its leases, who may use them, and when they end."""
 
 import contextlib
 import threading
@@ -142,6 +142,17 @@ def test_a_lease_that_does_not_fit_is_refused_with_the_numbers(worker):
         worker.lease(Connector(NODE_ID).identity, 4)
     worker.end_one()
     worker.lease(Connector(NODE_ID).identity, 4)
+
+
+def test_a_client_goes_on_with_its_lease_until_that_ends_and_the_first_one_always_fits(worker):
+    identity = Connector(NODE_ID).identity
+    lease = worker.lease(identity, 10**6)
+    assert worker.lease(identity, 4) is lease
+    with pytest.raises(TargetError, match="1 leases and one of 4 rows"):
+        worker.lease(Connector(NODE_ID).identity, 4)
+    worker.end_one()
+    assert worker.lease(identity, 4).version == lease.version + 1
+    assert worker.num_leases == 1
 
 
 def test_a_worker_that_ends_gives_no_leases(config):

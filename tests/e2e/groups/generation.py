@@ -92,6 +92,7 @@ def generate(group: SpeculationGroup, **settings: object) -> Generation:
             drafter=group.drafter,
             verifier=group.remote_verifier,
             num_blocks=group.num_blocks,
+            overlaps=("ahead",) if group.config.run_ahead == "on" else (),
         )
     )
 

@@ -1,25 +1,14 @@
 """Passes between two proposals: one at a time, measured, and only while there is something to do."""
 
-import random
-
 import pytest
 from hypothesis import given, strategies
 
-from engine.config import EngineConfig
 from engine.control.stats import Preparation
-from engine.drafting.model import next_tokens
-from engine.drafting.model.chain_drafter import ModelDrafter
-from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.tree_drafter import TreeDrafter
 from engine.drafting.run_ahead import passes as passes_module
-from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.drafting.run_ahead.passes import WIDTHS, Pace, PassesAhead
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
-from tests.engine.conftest import VOCAB
-from tests.engine.drafting.proposing import Counting, context_model, finish, propose, row
-from tests.engine.drafting.run_ahead.test_trees import target_path
+from tests.engine.drafting.proposing import context_model
 
 
 class Device:
@@ -57,54 +46,6 @@ class Passes(PassesAhead):
 
 MODEL = context_model(1)
 PARAMS = SamplingParams(temperature=0.8, seed=3)
-DRAFTERS = {
-    "chains": (RunAheadDrafter, ModelDrafter, EngineConfig(num_blocks=1000, block_size=4)),
-    "trees": (RunAheadTreeDrafter, TreeDrafter, EngineConfig(num_blocks=1000, block_size=4, drafting="tree")),
-}
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_cohorts_that_alternate_keep_their_entries_and_nothing_is_prepared_for_them(name, monkeypatch):
-    """Between rounds that run ahead with all requests: drafts and passes are those of a drafter that never does."""
-    monkeypatch.setattr(next_tokens, "_STEP", 0.0)
-    make, make_plain, config = DRAFTERS[name]
-    model, plain_model, chance = Counting(MODEL), Counting(MODEL), random.Random(4)
-    drafter = make(DraftModel(model), config, clock=lambda: 0.0)
-    plain = make_plain(DraftModel(plain_model), config)
-    texts = {str(i): [chance.randrange(2, VOCAB) for _ in range(30)] for i in range(4)}
-    cohorts, num_compared = (["0", "1"], ["2", "3"]), 0
-    for turn in range(60):
-        drafter.runs_ahead = turn % 20 < 8
-        names = list(texts) if drafter.runs_ahead else cohorts[turn % 2]
-        rows = [row(texts[name], 4, name=name, params=PARAMS) for name in names]
-        model.passes.clear(), plain_model.passes.clear()
-        drafts = propose(drafter, *rows)
-        assert drafts == propose(plain, *rows)
-        if turn % 20 > 10:  # each cohort has been drafted for since the last round that ran ahead
-            assert model.passes == plain_model.passes
-            num_compared += 1
-        num_forwards = drafter.stats.num_forwards
-        finish(drafter)
-        assert drafter.runs_ahead or (drafter.stats.num_forwards == num_forwards and not drafter.has_time)
-        for name, draft in zip(names, drafts, strict=True):
-            texts[name] += target_tokens(texts[name], draft, chance)
-    assert num_compared == 27
-    assert drafter.stats.hits > 20
-
-
-def target_tokens(text, draft, chance):
-    """What a target commits that is mostly the draft model itself."""
-    tokens = target_path(text, draft, PARAMS)
-    return tokens if chance.random() < 0.7 else [*tokens[: chance.randrange(len(tokens))], 7]
-
-
-def test_a_proposal_that_runs_ahead_again_foresees_the_next_verdicts():
-    drafter, text = RunAheadDrafter(DraftModel(MODEL), DRAFTERS["chains"][2], clock=lambda: 0.0), [5, 9, 4]
-    for drafter.runs_ahead, hits, misses in (True, 0, 1), (True, 1, 1), (False, 2, 1), (True, 2, 2), (True, 3, 2):
-        (draft,) = propose(drafter, row(text))
-        assert (drafter.stats.hits, sum(drafter.stats.misses.values())) == (hits, misses)
-        finish(drafter)
-        text += target_path(text, draft, row(text).request.params)
 
 
 def test_each_call_launches_one_pass_until_none_is_left():

@@ -22,6 +22,7 @@ FORBIDDEN = {
 
 MIRRORED_ELSEWHERE = {
     "cluster/workers/loading.py": "tests/e2e/test_group.py loads both workers",
+    "engine/blocks/row_extras.py": "tests/engine/hybrids/test_state_slots.py and encoder_decoder/test_input_rows.py",
     "engine/drafting/model/draft_model.py": "a dataclass without behaviour",
     "engine/execution/backend.py": "a protocol",
     "engine/heads/head.py": "tests/engine/heads/test_eagle3.py and the other kinds' files",

@@ -123,7 +123,8 @@ def head_model(model: CausalLM) -> CausalLM:
     head = getattr(model.module, "head", None)
     assert isinstance(head, Head), "no head is loaded"
     is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
-    info = replace(model.info, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    info = replace(model.info, num_parameters=num_parameters, state_chunk=0)
     # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.
     shard = model.shard if is_shared else None
     return replace(model, module=head, head=head, info=info, shard=shard, state_shapes=())

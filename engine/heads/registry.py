@@ -53,7 +53,7 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     cache_latents(head)
     if source.config.head_only:
         num_parameters = sum(parameter.numel() for parameter in head.parameters())
-        info = replace(model.info, name=source.head.path, num_parameters=num_parameters)
+        info = replace(model.info, name=source.head.path, num_parameters=num_parameters, state_chunk=0)
         return replace(model, module=head, head=head, info=info, state_shapes=())
     model = with_head(model, head)
     # Of a vocabulary that it shares with a rank's target, it has that rank's slice.

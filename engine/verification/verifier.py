@@ -33,8 +33,8 @@ class ModelVerifier:
         self.backend = backend
         self._grammars = grammars
         self.num_blocks = config.num_blocks + 1
-        num_states, depth = 1 + (config.num_states or 0), config.num_speculative_tokens
-        self._kv = backend.allocate_kv(self.num_blocks, config.block_size, num_states, depth)
+        num_slots, depth = 1 + (config.num_states or 0), config.num_speculative_tokens
+        self._kv = backend.allocate_kv(self.num_blocks, config.block_size, num_slots, depth)
         self._rule = rule_of(config.verification)
         self._end_ids = tuple(backend.info.eos_token_ids)
         self._drafter = None if make_drafter is None else make_drafter(config, backend, self._kv, grammars)
@@ -130,8 +130,8 @@ class ModelVerifier:
             first = len(rows[i].request.token_ids)
             sources += [self._kv.slot(rows[i].block_ids, first + node) for node in nodes]
             targets += [self._kv.slot(rows[i].block_ids, first + depth) for depth in range(len(nodes))]
-            if nodes and self._kv.linear is not None and (state := rows[i].state) is not None:
-                self._kv.linear.keep_path(state.slot, nodes)
+            if nodes and (slot := rows[i].slot) is not None:
+                self._kv.extras.keep_path(slot, nodes)
         self._kv.move(sources, targets)
 
 
@@ -147,10 +147,10 @@ def _forward_row(row: VerifyRow) -> ForwardRow:
         block_ids=row.block_ids,
         num_logits=num_logits,
         parents=None if draft.is_chain else draft.parents,
-        source_length=row.request.source_length,
+        input_length=row.request.input_length,
         num_draft_tokens=len(draft.token_ids),
         prompt_length=row.request.prompt_length,
-        state=row.state,
+        slot=row.slot,
     )
 
 

@@ -74,7 +74,7 @@ class TargetChainDrafter(TokenDrawer):
                 row.block_ids,
                 1,
                 prompt_length=row.request.prompt_length,
-                state=row.state and row.state._replace(saves=()),
+                slot=row.slot and row.slot._replace(saves=()),
             )
             for row in rows
         ]

@@ -7,7 +7,7 @@ own blocks, and the verification pass overwrites the places of the nodes that ar
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine.blocks.block_table import block_table
+from engine.blocks.block_pool import block_table
 from engine.config import EngineConfig
 from engine.drafting.in_target.target_chains import TargetChainDrafter, with_drafts
 from engine.drafting.model.draft_cache import CachedPrefix, DraftCache

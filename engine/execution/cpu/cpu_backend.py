@@ -61,7 +61,7 @@ class CpuBackend(EagerBackend):
         self._num_bytes = sum(tensor.nbytes for tensor in [*model.module.parameters(), *model.module.buffers()])
         self._compiled: CompiledForward | None = None
         self._compiler: BackgroundCompiler | None = None
-        if model.info.start_id is None:  # an encoder-decoder reads the weights of its layers
+        if model.info.start_id is None:  # what encodes inputs reads the weights of its layers
             _pack(model)
         self._max_threads: int = whole._max_threads if whole else source.config.num_threads or torch.get_num_threads()
         torch.set_num_threads(self._max_threads)
@@ -112,9 +112,9 @@ class CpuBackend(EagerBackend):
         other._newest_kv = weakref.ref(seen_kv)
         return other, seen_kv
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0, depth: int = 0) -> KVTensors:
         """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
-        kv = super().allocate_kv(num_blocks, block_size, num_states, depth)
+        kv = super().allocate_kv(num_blocks, block_size, num_slots, depth)
         self._newest_kv = weakref.ref(kv)
         return kv
 

@@ -122,9 +122,9 @@ class CudaBackend(EagerBackend):
         with TritonContext(batch.paged.kv, groups, layers=batch.paged.layers).current() as context:
             return forward(self.model.module, token_ids, positions, indices, context)[:count].float()
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0, depth: int = 0) -> KVTensors:
         """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
-        kv = super().allocate_kv(num_blocks, block_size, num_states, depth)
+        kv = super().allocate_kv(num_blocks, block_size, num_slots, depth)
         assert isinstance(kv, GraphedKV)
         self._caches.add(kv)
         return kv

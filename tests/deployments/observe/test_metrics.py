@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.observe.metrics import IngressMetrics, ReplicaMetrics, RouterMetrics, exposition
-from engine.blocks.state_slots import StateSlots
 from engine.config import EngineConfig
+from engine.hybrids.state_slots import StateSlots
 from tests.deployments.fakes import Rig, generation, rounds_of
 
 HISTOGRAMS = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.attention import Group
-from engine.execution.batch import ForwardRow
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors, PassExtras, slots_of
 
 

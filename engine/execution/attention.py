@@ -1,4 +1,4 @@
-"""Paged attention with tree masks.
+"""Paged attention, whose masks let drafts branch.
 
 A forward pass is a flat sequence of tokens in groups: one group of all short rows (decoding and drafts, padded to one
 length), and one per prefill chunk. Each group has its block tables and its mask.
@@ -30,8 +30,8 @@ class Group:
         positions: [rows, length] for the rotary embedding.
         places: [rows, length] index in the row's context of each token's keys and values; -1 is padding (block 0).
         limits: [rows, length] each token attends to the places before its limit.
-        extra: [rows, length, x] more places that each token attends to, for trees; None for chains. A window
-            never hides these places, so it must be longer than the tree is deep.
+        extra: [rows, length, x] more places that each token attends to, if drafts branch; None for chains.
+            A window never hides these places, so it must be longer than the draft is deep.
         is_prompt_start: whether the group is the first chunk of a prompt without cached tokens.
         added: what the kind of cache adds to the group; see `PassExtras`.
     """

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.blocks.block_pool import block_table
 from engine.execution.attention import Group, PagedContext
+from engine.execution.forward_row import ForwardRow, limits, padded, positions, seen_nodes
 from engine.execution.kv_tensors import KVTensors
-from engine.protocols import SlotRow
 
 MAX_GROUPED_LENGTH = 16
 """Rows of up to this many tokens, those of their draft but one not counted, form one group; others are prefill chunks.
@@ -22,33 +22,6 @@ _MAX_LENGTH = 24
 """Tokens of a row of that group, at most; a longer draft goes on in further rows. GPUs have graphs for such lengths."""
 _PADDING = 1.25
 """Tokens of a group in which rows are cut, padding included, over those without it, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardRow:
-    """Consecutive tokens to compute for one request.
-
-    Attributes:
-        token_ids: committed tokens, then the draft's nodes.
-        start: index of the first token in the request's context.
-        block_ids: the request's block table; one that `block_table` made is copied fastest.
-        num_logits: how many of the last tokens need logits.
-        parents: tree of the last `len(parents)` tokens; None for a chain.
-        input_length: see `Request`; without trees.
-        num_draft_tokens: how many of the last tokens are a draft.
-        prompt_length: the context's first tokens.
-        slot: where the row has what its cache keeps beside keys and values, if that needs slots.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    block_ids: Sequence[int]
-    num_logits: int
-    parents: Sequence[int] | None = None
-    input_length: int = 0
-    num_draft_tokens: int = 0
-    prompt_length: int = 0
-    slot: SlotRow | None = None
 
 
 @dataclass(slots=True)
@@ -79,14 +52,6 @@ class ForwardBatch:
     def positions(self) -> Tensor:
         """Positions for the rotary embedding, [tokens] int64."""
         return torch.cat([group.positions.flatten() for group in self.paged.groups])
-
-
-def depths(parents: Sequence[int]) -> list[int]:
-    """Return each node's distance from the committed tip, 1 for its children."""
-    node_depths: list[int] = []
-    for parent in parents:
-        node_depths.append(1 if parent < 0 else node_depths[parent] + 1)
-    return node_depths
 
 
 def build(rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool = False) -> ForwardBatch:
@@ -158,72 +123,34 @@ def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -
     parts = [(row, slice(first, first + length)) for row in rows for first in range(0, len(row.token_ids), length)]
     # Padding tokens attend to one place, so that their softmax is finite.
     columns = [
-        *(_padded(row.token_ids[part], length, 0) for row, part in parts),
-        *(_padded(_positions(row)[part], length, 0) for row, part in parts),
-        *(_padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
-        *(_padded(_limits(row)[part], length, row.input_length + 1) for row, part in parts),
+        *(padded(row.token_ids[part], length, 0) for row, part in parts),
+        *(padded(positions(row)[part], length, 0) for row, part in parts),
+        *(padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
+        *(padded(limits(row)[part], length, row.input_length + 1) for row, part in parts),
     ]
     # One tensor, because each takes microseconds to make, and on a GPU a copy.
     numbers = array("q", itertools.chain.from_iterable(columns)).tobytes()
     fields = [numbers, *_tables([row.block_ids for row, _ in parts], width)]
     packed = torch.frombuffer(bytearray().join(fields), dtype=torch.int64).to(device)
     size = len(parts) * length
-    tokens, positions, places, limits = packed[: 4 * size].view(4, len(parts), length)
-    is_tree = any(row.parents is not None for row in rows)
+    tokens, group_positions, places, group_limits = packed[: 4 * size].view(4, len(parts), length)
+    branches = any(row.parents is not None for row in rows)
     return tokens, Group(
         start=start,
         rows=len(parts),
         length=length,
         blocks=packed[4 * size :].view(len(parts), width),
-        positions=positions,
+        positions=group_positions,
         places=places,
-        limits=limits,
-        extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
+        limits=group_limits,
+        extra=torch.tensor(seen_nodes(rows, length), dtype=torch.int64, device=device) if branches else None,
         is_prompt_start=len(parts) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
     )
-
-
-def _padded(values: Sequence[int], length: int, filler: int) -> Sequence[int]:
-    return values if len(values) == length else [*values, *[filler] * (length - len(values))]
 
 
 def _tables(tables: Sequence[Sequence[int]], width: int) -> list[bytes]:
     """Return the rows of a tensor [rows, width] of block tables as bytes, which are faster to copy than numbers."""
     return [block_table(table)[:width].tobytes().ljust(width * 8, b"\0") for table in tables]
-
-
-def _positions(row: ForwardRow) -> Sequence[int]:
-    """Return each token's position; in a tree this is not its place in the context."""
-    end = row.start + len(row.token_ids)
-    if row.parents is None:
-        return range(row.start, end)
-    tip = end - len(row.parents) - 1
-    return [*range(row.start, tip + 1), *(tip + depth for depth in depths(row.parents))]
-
-
-def _limits(row: ForwardRow) -> Sequence[int]:
-    """Return each token's attention limit: committed tokens up to themselves, tree nodes up to the committed tip."""
-    end = row.start + len(row.token_ids)
-    if row.parents is None:
-        return range(row.start + 1, end + 1)
-    num_nodes = len(row.parents)
-    return [*range(row.start + 1, end - num_nodes + 1), *[end - num_nodes] * num_nodes]
-
-
-def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[Sequence[int]]]:
-    """Return the places of each token's path in the tree, itself included, padded with place 0, by rows of a length."""
-    paths: list[list[int]] = []
-    for row in rows:
-        parents = row.parents or ()
-        first = row.start + len(row.token_ids) - len(parents)
-        nodes: list[list[int]] = []
-        for node, parent in enumerate(parents):
-            nodes.append([*(nodes[parent] if parent >= 0 else ()), first + node])
-        committed = len(row.token_ids) - len(parents)
-        paths += [[]] * committed + nodes + [[]] * (-len(row.token_ids) % length)
-    deepest = max(len(path) for path in paths)
-    padded = [_padded(path, deepest, 0) for path in paths]
-    return [padded[first : first + length] for first in range(0, len(padded), length)]
 
 
 def block_tensor(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:

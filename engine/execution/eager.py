@@ -9,7 +9,8 @@ from engine.blocks.row_extras import kind_of, make_pass_extras
 from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.backend import Backend, ChainBatch, Part, PassOutput, RankedTokens
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM
 from engine.protocols import SlotRow

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from engine.execution.forward_row import ForwardRow
 from engine.models.layers.layer_attention import KVShape
 from engine.protocols import SlotRow
 
@@ -29,16 +30,16 @@ class PassExtras:
     cuts_rows = True
     num_slots = 0
 
-    def begin(self, rows: Sequence[Any], kv: "KVTensors", *, carries: bool) -> tuple[Sequence[Any], Any]:
-        """Return the `ForwardRow`s to compute token by token, and the `ForwardBatch.added` of their pass.
+    def begin(self, rows: Sequence[ForwardRow], kv: "KVTensors", *, carries: bool) -> tuple[Sequence[ForwardRow], Any]:
+        """Return the rows to compute token by token, and the `ForwardBatch.added` of their pass.
 
         Args:
             carries: the pass leaves what it adds to slots to the passes after it, and the slots as they are.
         """
         return rows, None
 
-    def of_group(self, rows: Sequence[Any], members: Sequence[int], length: int, added: Any) -> Any:
-        """Return the `Group.added` of a group of `ForwardRow`s.
+    def of_group(self, rows: Sequence[ForwardRow], members: Sequence[int], length: int, added: Any) -> Any:
+        """Return the `Group.added` of a group of rows.
 
         Args:
             members: the rows' indices in their pass.
@@ -150,7 +151,7 @@ class KVTensors:
         return block_ids[block] * self.block_size + offset
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots `sources` to `targets` in all layers at once, to keep an accepted path of a tree."""
+        """Copy slots `sources` to `targets` in all layers at once, to keep an accepted path of a draft."""
         device = self._stacked[0].device
         index = torch.tensor([sources, targets], dtype=torch.int64, pin_memory=device.type == "cuda")
         index = index.to(device, non_blocking=True)

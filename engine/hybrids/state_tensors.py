@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.attention import Group, PagedContext
-from engine.execution.batch import ForwardRow
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors, PassExtras
 from engine.hybrids.row_states import Carried, LayerStates, RowPlan, RowStates
 from engine.models.causal_lm import CausalLM

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.execution.backend import Backend, PassOutput
-from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.forward_row import ForwardRow, depths
 from engine.execution.kv_tensors import KVTensors
 from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, matcher_of
@@ -112,7 +113,7 @@ class ModelVerifier:
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
         """Move the keys and values of accepted nodes to the places after the tips.
 
-        A chain's nodes are there already. For a tree, a sum gives every rank the deciding rank's paths.
+        A chain's nodes are there already. For a draft that branches, a sum gives every rank the deciding rank's paths.
         """
         branching = [i for i, row in enumerate(rows) if not row.draft.is_chain]
         if not branching:

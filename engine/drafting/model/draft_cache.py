@@ -16,7 +16,8 @@ from typing import NamedTuple
 from engine.blocks.block_pool import BlockTable, block_table
 from engine.config import EngineConfig
 from engine.execution.backend import Backend
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.protocols import ProposeRow, Request, SlotRow
 
@@ -32,7 +33,7 @@ class CachedPrefix:
         num_committed: how many tokens were committed at the last comparison; these never change.
         input_length: see `Request`; an input's tokens are cached together.
         slot: stands for the first `num_in_slot` tokens, in a cache with slots; else 0.
-        scratch: whose entries lie behind the tokens: the request's last tree, or the context whose branches grow; None
+        scratch: whose entries lie behind the tokens: the request's last draft, or the context whose branches grow; None
             once anything else is computed there.
     """
 

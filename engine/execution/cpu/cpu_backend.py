@@ -13,7 +13,7 @@ import torch
 
 from engine.config import CompileProgress
 from engine.execution.backend import Part, PassOutput
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
 from engine.execution.cpu.compilation import packages
 from engine.execution.cpu.compilation.background_compiler import BackgroundCompiler
 from engine.execution.cpu.compilation.compiled_forward import (
@@ -28,6 +28,7 @@ from engine.execution.cpu.compilation.compiled_forward import (
 from engine.execution.cpu.host import num_threads
 from engine.execution.cpu.kernels.panel_linear import pack_large_model
 from engine.execution.eager import EagerBackend
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM
 from engine.models.source import ModelSource

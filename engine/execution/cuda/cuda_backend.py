@@ -23,7 +23,7 @@ from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import Group
 from engine.execution.backend import ChainBatch, Part, PassOutput, RankedTokens
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
 from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import MAX_TOKENS, GraphRecorder, Graphs, prompt_shapes, shapes, table_width
@@ -32,6 +32,7 @@ from engine.execution.cuda.kernels.triton_attention import MAX_DIM, MAX_SPLIT_LE
 from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
 from engine.execution.cuda.static_pass import NUM_EXTRA, Shape
 from engine.execution.eager import EagerBackend
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, forward
 from engine.models.layers.reducer import alone

@@ -107,7 +107,7 @@ class AttentionContext(Protocol):
     def read_states(self, *, of_parents: bool) -> Tensor:
         """Return the state of each token or of the token before it, [tokens, state_size].
 
-        The token before a node of a tree is its parent. What a context's first token gets is finite and means nothing.
+        The token before a draft's node is its parent. What a context's first token gets is finite and means nothing.
         """
         ...
 

@@ -9,8 +9,6 @@ from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting,
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.in_target.target_chains import TargetChainDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
-from engine.drafting.model.sampled_tree import SampledTreeDrafter
-from engine.drafting.model.tree_drafter import TreeDrafter
 from engine.drafting.registry import (
     METHODS,
     DraftModel,
@@ -22,7 +20,9 @@ from engine.drafting.registry import (
     settle_drafting,
 )
 from engine.drafting.run_ahead.chains import RunAheadDrafter
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
+from engine.drafting.trees.sampled_tree import SampledTreeDrafter
+from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.llm import LLM, run_in_process
 from engine.models.registry import open_model

@@ -11,7 +11,8 @@ import transformers
 
 from engine.errors import ModelError
 from engine.execution.attention import additive_mask, attend_to_gathered, attend_to_self
-from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build, depths
+from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build
+from engine.execution.forward_row import depths
 from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape, paged_attention
 from engine.params import SamplingParams

@@ -10,16 +10,16 @@ from engine.control.stats import Preparation
 from engine.drafting.model import next_tokens
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.tree_drafter import TreeDrafter
 from engine.drafting.run_ahead import passes as passes_module
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.drafting.run_ahead.passes import WIDTHS, Pace, PassesAhead
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
+from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.proposing import Counting, context_model, finish, propose, row
-from tests.engine.drafting.run_ahead.test_trees import target_path
+from tests.engine.drafting.trees.test_run_ahead_trees import target_path
 
 
 class Device:

@@ -19,7 +19,7 @@ from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.drafting.run_ahead.chains import RunAheadDrafter
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu import cpu_backend
 from engine.execution.cpu.compilation import packages

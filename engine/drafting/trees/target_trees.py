@@ -14,7 +14,7 @@ from engine.drafting.model.draft_cache import CachedPrefix, DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import TokenDrawer
-from engine.drafting.model.tree_drafter import TreeDrafter
+from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.execution.backend import Backend, Part
 from engine.execution.kv_tensors import KVTensors
 from engine.protocols import ProposeRow, VerifyRow

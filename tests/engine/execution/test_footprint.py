@@ -22,7 +22,7 @@ from engine.models.layers.quantization import layer_bytes, linear_layers, on_met
 from engine.models.registry import open_model
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.heads.files import head_settings, head_tensors, save_head
-from tests.engine.test_hybrids import BAMBA, CHUNK
+from tests.engine.hybrids.test_state_tensors import BAMBA, CHUNK
 from tests.engine.tiny import GEMMA4, MISTRAL3, SIZES, T5_SIZES, backend_of, save
 
 

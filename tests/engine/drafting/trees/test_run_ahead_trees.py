@@ -14,8 +14,8 @@ from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.params import SamplingParams
 from engine.verification.verifier import paths
 from tests.engine.conftest import VOCAB
-from tests.engine.drafting.trees.test_tree_drafter import PARAMS, check, scores_after
 from tests.engine.drafting.proposing import Advanced, Counting, context_model, finish, propose, row
+from tests.engine.drafting.trees.test_tree_drafter import PARAMS, check, scores_after
 from tests.engine.running import make_engine, run
 from tests.fakes import ContextModel, LateModel
 

@@ -16,30 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layers.layer_state import Recurrence, StateShape, Update, updated
+from engine.models.layers.layer_state import LayerStates, Recurrence, Update, updated
 from engine.protocols import SlotRow
-
-
-class LayerStates:
-    """The slots of one layer.
-
-    Attributes:
-        inputs: [slots, taps + depth, channels] the convolution's inputs: the last committed ones, then the draft's.
-        matrices: [slots, heads, rows, columns] float32, after the last committed token.
-        updates: of the draft tokens, [slots, depth, ...] each.
-    """
-
-    def __init__(self, shape: StateShape, num_slots: int, depth: int, like: Tensor) -> None:
-        """Allocate zeros, which are also the state before the first token; `like` gives device and inputs' format."""
-        self.taps = shape.taps
-        self.inputs = like.new_zeros(num_slots, shape.taps + depth, shape.channels)
-        zeros = like.float().new_zeros
-        self.matrices = zeros(num_slots, shape.heads, shape.rows, shape.columns)
-        self.updates = Update(
-            zeros(num_slots, depth, shape.heads, shape.decays),
-            zeros(num_slots, depth, shape.heads, shape.rows),
-            zeros(num_slots, depth, shape.groups, shape.columns),
-        )
 
 
 @dataclass(frozen=True, slots=True)

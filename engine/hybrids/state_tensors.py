@@ -10,9 +10,9 @@ from torch import Tensor
 from engine.execution.attention import Group, PagedContext
 from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors, PassExtras
-from engine.hybrids.row_states import Carried, LayerStates, RowPlan, RowStates
+from engine.hybrids.row_states import Carried, RowPlan, RowStates
 from engine.models.causal_lm import CausalLM
-from engine.models.layers.layer_state import Recurrence
+from engine.models.layers.layer_state import LayerStates, Recurrence
 from engine.protocols import SlotRow
 
 

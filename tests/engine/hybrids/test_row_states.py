@@ -12,10 +12,9 @@ from torch import Tensor
 
 from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
 from engine.execution.kv_tensors import KVTensors
-from engine.hybrids.row_states import LayerStates
 from engine.hybrids.state_tensors import StateTensors
 from engine.models.layers.layer_attention import KVShape
-from engine.models.layers.layer_state import StateShape, Update, updated
+from engine.models.layers.layer_state import LayerStates, StateShape, Update, updated
 from engine.protocols import SlotRow
 
 CHUNK = 4

@@ -243,7 +243,7 @@ class CompiledForward:
 
 
 def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
-    """Return an example to trace: two rows of five tokens in three blocks, one with a branch, seven logits, six keys."""
+    """Return an example to trace: two rows of five tokens in 3 blocks, one that branches, seven logits and six keys."""
     parents = [-1, 0, 1, 2]
     rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5, parents), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
     keys = noise.keys(range(6), range(6), noise.TARGET_STREAM, torch.device("cpu"))

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafting.model import next_tokens, tree_drafter
+from engine.drafting.model import next_tokens
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.trees import tree_drafter
 from engine.drafting.trees.levelwise import TIP
 from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
 from engine.drafting.trees.tree_drafter import TreeDrafter

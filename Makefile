@@ -52,10 +52,10 @@ AVX2_ONLY := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUC
 AVX2_TESTS := tests/engine/execution/cpu/kernels/test_library.py tests/engine/execution/cpu/kernels/test_panel_linear.py \
 	tests/engine/execution/cpu/kernels/test_paged_attention.py \
 	'tests/engine/execution/cpu/test_cpu_backend.py::test_compiled_text_does_not_depend_on_the_draft[16-bit and 32-bit weights]' \
-	tests/engine/test_exactness.py::test_coupled_text_does_not_depend_on_the_draft
+	tests/engine/test_matrix.py
 
 avx2: $(STAMP)-dev  ## tests that depend on vector instructions, limited to AVX2; skipped on CPUs without it
-	if grep -qsw avx2 /proc/cpuinfo; then $(AVX2_ONLY) $(BIN)/pytest $(SIDE_BY_SIDE) -m "not gpu" $(AVX2_TESTS); fi
+	if grep -qsw avx2 /proc/cpuinfo; then $(AVX2_ONLY) $(BIN)/pytest $(SIDE_BY_SIDE) -m "not gpu" -k "not test_matrix or chunked" $(AVX2_TESTS); fi
 
 integration: $(STAMP)-dev  ## what `make check` leaves out: servers, clusters and compiled models
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "(e2e or slow) and not long and not gpu"

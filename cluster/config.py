@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine.config import EngineConfig, ModelConfig
-from engine.drafting.registry import Method, check_kinds, choose_method
+from engine.drafting.registry import Method, method_of
+from engine.drafting.settle import check_kinds
 from engine.models.source import ModelSource
 from engine.protocols import Overlap
 
@@ -25,7 +26,7 @@ class GroupConfig:
     draft: ModelConfig | None = None
     """The model that the drafting method loads, if it loads one."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """Bounds of the batch, the cache and the draft."""
+    """Bounds of the batch, the cache and the draft, settled: `drafting` names the method."""
     run_ahead: RunAhead = "auto"
     """Whether the draft worker drafts for the likeliest verdicts while the target verifies; auto: where each model has
     a device or cores of its own."""
@@ -49,12 +50,12 @@ class GroupConfig:
     @property
     def method(self) -> Method:
         """How drafts are made, and where."""
-        return choose_method(self.engine, has_draft_model=self.draft is not None)
+        return method_of(self.engine.drafting)
 
     @property
     def has_draft_worker(self) -> bool:
         """Whether a draft worker makes the drafts."""
-        return self.method.runs_in == "draft"
+        return self.draft is not None
 
     @property
     def places_draft_worker(self) -> bool:

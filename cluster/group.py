@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.capacity import wait_for_placement
 from cluster.config import GroupConfig, suited_to_models
-from cluster.leases import Lease, Leases, keep_lease
+from cluster.leases import Lease, Leases, OwnDraft, keep_lease, wait_for_draft
 from cluster.memory_plan import MemoryPlan
 from cluster.placement import count_cores, make_placement, settle
 from cluster.remote_drafter import RemoteDrafter
@@ -19,7 +19,7 @@ from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Connector
 from cluster.worker_set import WorkerDiedError, WorkerSet, introduce, start_draft, start_target
 from engine.config import CompileProgress
-from engine.errors import ModelError, TargetError
+from engine.errors import TargetError
 from engine.models.registry import open_model
 from engine.models.source import ModelSource, shared_tokens
 
@@ -34,14 +34,10 @@ T = TypeVar("T")
 DRAFT_TIMEOUT_S = 1.0
 """How long a round waits for its drafts; many times a round, so only a draft that is lost or starved is late."""
 _FIRST_RETRY_S = 0.5
-_LONGEST_RETRY_S = 30.0
 _MAX_STARTS = 5
 """How often the target is started before the start of the group fails."""
 _LAST_WORDS_S = 0.5
 """How long a restart waits to learn why a rank has ended: Ray reports that later than its connection breaks."""
-_DRAFT_GRACE_S = 5.0
-"""How long a group whose target has started waits for a draft that loads. Draft and target load at the same time, and
-a smaller model takes less, so it seldom waits at all; but a draft that cannot be served is an error of the start."""
 
 
 class SpeculationGroup:
@@ -64,8 +60,6 @@ class SpeculationGroup:
         owns_placement: bool,
         leases: Leases | None = None,
     ) -> None:
-        self.lease: Lease | None = None
-        self._leases = leases
         self.config = config
         self.target_source = target
         self._draft_source = draft
@@ -79,7 +73,9 @@ class SpeculationGroup:
         self._versions = itertools.count(1)
         self._memory_plan = MemoryPlan(config.engine)
         self._target: WorkerSet | None = None
-        self._draft: WorkerSet | None = None
+        self._own_draft = OwnDraft(self._start_draft, config.hang_timeout_s) if config.places_draft_worker else None
+        self._leases = leases or self._own_draft
+        self._lease: Lease | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watching: asyncio.Task[None]
         self._is_stopped = False
@@ -93,7 +89,7 @@ class SpeculationGroup:
     async def start(cls, config: GroupConfig, leases: Leases | None = None) -> "SpeculationGroup":
         """Place and start all workers, in the current placement group or in a new one.
 
-        With a draft pool, the draft worker is one that `leases` gives.
+        The draft worker is one that `leases` gives; without any, the group starts its own.
 
         Raises ModelError if a model cannot be served, or the two cannot work together; TargetError if the workers could
         not be placed, or did not start in time.
@@ -126,7 +122,7 @@ class SpeculationGroup:
     @property
     def compiling(self) -> CompileProgress | None:
         """How far the workers' models are, which compile at once where there are cores for it; None if none does."""
-        each = [progress for workers in (self._draft, self._target) if workers for progress in workers.compiling]
+        each = [progress for workers in self._workers for progress in workers.compiling]
         if not each:
             return None
         done, of, left_s = zip(*each, strict=True)
@@ -152,12 +148,13 @@ class SpeculationGroup:
                 raise
             logger.info("Target restarted")
 
-    def kill(self, process: str) -> bool:
+    async def kill(self, process: str) -> bool:
         """Kill the draft worker (draft) or the target's first rank (target), if there is one, as a fault would."""
-        workers = {"draft": self._draft, "target": self._target}[process]
-        if workers is not None:
-            workers.actors[0].kill.remote()
-        return workers is not None
+        if process == "draft":
+            return self._lease is not None and self._leases is not None and await self._leases.kill(self._lease)
+        if self._target is not None:
+            self._target.actors[0].kill.remote()
+        return self._target is not None
 
     async def stop(self) -> None:
         """Kill all workers and give the resources back; calling it again does nothing."""
@@ -168,12 +165,12 @@ class SpeculationGroup:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.remote_drafter.disconnect("the group was stopped")
         self.remote_verifier.disconnect("the group was stopped")
-        for workers in (self._draft, self._target):
-            if workers is not None:
-                workers.kill()
-        self._draft = self._target = None
+        for workers in self._workers:
+            workers.kill()
+        self._target = None
+        if self._own_draft is not None:
+            self._own_draft.workers = None
         if self._owns_placement:
             ray.util.remove_placement_group(self._placement)
 
@@ -183,10 +180,11 @@ class SpeculationGroup:
                 target = tasks.create_task(self._start_first_target())
                 if self._draft_source is not None and self.config.has_draft_worker:
                     tasks.create_task(asyncio.to_thread(shared_tokens, self.target_source, self._draft_source))
-                    if self.config.draft_pool:
-                        self._run_in_background(self._keep_lease())
-                    else:
-                        tasks.create_task(self._begin_drafting(target))
+                    self._run_in_background(self._keep_lease())
+                    if self._own_draft is not None:
+                        start = self._run_in_background(self._start_draft())
+                        self._run_in_background(self._own_draft.keep(start))
+                        tasks.create_task(wait_for_draft(start, target))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -202,17 +200,6 @@ class SpeculationGroup:
             await asyncio.sleep(pause_s)
             pause_s *= 2
         return await self._start_target()
-
-    async def _begin_drafting(self, target: asyncio.Task[None]) -> None:
-        """Start the draft worker for the group's lifetime; wait for it a little longer than for the target."""
-        first_start = self._run_in_background(self._start_draft())
-        await asyncio.wait({first_start, target}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({first_start}, timeout=_DRAFT_GRACE_S)
-        if not first_start.done():
-            logger.warning("The draft worker is still starting; decoding without drafts until it has")
-        elif not isinstance(first_start.exception(), WorkerDiedError):
-            first_start.result()
-        self._run_in_background(self._keep_draft(first_start))
 
     async def _start_target(self) -> None:
         if self._target is not None:
@@ -234,56 +221,36 @@ class SpeculationGroup:
         self.remote_verifier.vocab_size = self.remote_drafter.vocab_size = self.target_info.vocab_size
         self.remote_verifier.connect(ranks.links)
         self._watching = self._run_in_background(self._watch_target(ranks))
-        self._run_in_background(introduce(self.config, self._target, self._draft))
+        self._introduce()
 
     async def _start_draft(self) -> WorkerSet:
-        limit_s = self.config.start_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                draft = await start_draft(
-                    self.config, self._placement, self._connector, next(self._versions), self._memory_plan
-                )
-        except TimeoutError as error:
-            raise WorkerDiedError(f"it did not start within {limit_s:g} s") from error
-        self._draft = draft
-        self.draft_info = draft.loaded[0]
-        self.remote_drafter.connect(draft.links[0])
-        self._run_in_background(introduce(self.config, self._target, self._draft))
-        return draft
+        return await start_draft(self.config, self._placement, self._memory_plan)
 
     async def _keep_lease(self) -> None:
         def taken(lease: Lease) -> None:
-            self.lease, self.draft_info = lease, lease.info
+            self._lease, self.draft_info = lease, lease.info
+            self._introduce()
 
-        assert self._leases is not None, "a group with a draft pool is started with it"
+        assert self._leases is not None, "a group without a draft worker of its own is started with leases"
         num_rows = self.config.engine.max_num_seqs
         await keep_lease(self._leases, self._connector, self.remote_drafter, num_rows, taken)
+
+    def _introduce(self) -> None:
+        """Have the target send its features to the draft worker, if the drafting method reads them."""
+        draft = None if self._own_draft is None else self._own_draft.workers
+        if self.config.method.reads_features and self._target and draft and self._lease:
+            self._run_in_background(introduce(self._target, draft, self._lease))
+
+    @property
+    def _workers(self) -> list[WorkerSet]:
+        draft = None if self._own_draft is None else self._own_draft.workers
+        return [workers for workers in (draft, self._target) if workers is not None]
 
     async def _watch_target(self, ranks: WorkerSet) -> None:
         reason = await ranks.wait_for_end(self.config.hang_timeout_s)
         if ranks is self._target:
             logger.warning("A target rank was lost: %s", reason)
             self.remote_verifier.disconnect(f"a target rank was lost: {reason}")
-
-    async def _keep_draft(self, start: asyncio.Task[WorkerSet]) -> None:
-        """Wait for a start of the draft worker, and start it again whenever that failed or the worker ends."""
-        pause_s = _FIRST_RETRY_S
-        while True:
-            try:
-                draft = await start
-            except (TargetError, ModelError) as error:
-                logger.warning("Draft worker did not start, next try in %g s: %s", pause_s, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
-            else:
-                reason = await draft.wait_for_end(self.config.hang_timeout_s)
-                self._draft = None
-                logger.warning("Draft worker lost, decoding without drafts: %s", reason)
-                self.remote_drafter.disconnect(reason)
-                draft.kill()
-                pause_s = _FIRST_RETRY_S
-                await asyncio.sleep(pause_s)
-            start = self._run_in_background(self._start_draft())
 
     def _run_in_background(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)

@@ -102,8 +102,7 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     num_models = config.tensor_parallel_size * target_on_cpu + draft_on_cpu
     # The Router and the Ingress compute in every round, too.
     is_apart = num_cores > num_models if num_models else not shares_gpu(config, bundles)
-    run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
-    run_ahead = run_ahead and config.has_draft_worker and config.engine.verification in config.method.runs_ahead
+    run_ahead = _runs_ahead(config, is_apart=is_apart)
     draft_cores = int(run_ahead and draft_on_cpu)
     target_cores = max(1, (num_cores - draft_cores) // config.tensor_parallel_size)
     target, draft = config.target, config.draft
@@ -113,6 +112,18 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
         target=replace(target, num_threads=target.num_threads or target_cores),
         draft=draft and replace(draft, num_threads=draft.num_threads or DRAFT_CORES),
     )
+
+
+def settle_shared(config: GroupConfig, *, has_gpu: bool, num_cores: int) -> GroupConfig:
+    """Return the settings of a draft worker that several groups share, with `run_ahead` "auto" resolved."""
+    run_ahead = _runs_ahead(config, is_apart=has_gpu or num_cores > 2)
+    draft = config.draft and replace(config.draft, num_threads=config.draft.num_threads or DRAFT_CORES)
+    return replace(config, draft=draft, run_ahead="on" if run_ahead else "off")
+
+
+def _runs_ahead(config: GroupConfig, *, is_apart: bool) -> bool:
+    wanted = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
+    return wanted and config.has_draft_worker and config.engine.verification in config.method.runs_ahead
 
 
 def count_cores(node_id: str) -> int:

@@ -1,10 +1,9 @@
 """RemoteDrafter: the engine's Drafter over a link to a draft worker.
 
 If the worker fails, the round goes without drafts: the failure is counted by reason, and the worker is not used again
-until it replies to a ping.
+until the next `connect`.
 """
 
-import asyncio
 import itertools
 import logging
 import time
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MIN_PAUSE_S = 0.1
-_MAX_PAUSE_S = 10.0
 _PING_DEADLINE_S = 5.0
 _REASONS: dict[type, str] = {DeadlineError: "timeout", MalformedMessageError: "malformed"}
 
@@ -43,7 +40,7 @@ class RemoteDrafter:
     """Proposes through a draft worker in another process; returns empty drafts if the worker fails.
 
     `fallbacks` counts rounds without drafts by reason: `absent` (no worker, or its connection is lost), `timeout`,
-    `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker).
+    `prefix_missing`, `malformed`, `failure` (reported by the worker).
 
     A worker that runs ahead is sent requests before they need drafts.
     """
@@ -62,40 +59,32 @@ class RemoteDrafter:
         self._rounds = itertools.count(1)
         self._acknowledged = Acknowledged()
         self._times = DraftTimes()
-        self._on_failure: Callable[[str], None] | None = None
-        self._pause: asyncio.Task[None] | None = None
-        self._num_failures = 0
-
-    @property
-    def is_available(self) -> bool:
+        self._on_failure: Callable[[str], None]
+        self.is_available = False
         """Whether the next round will request drafts."""
-        return self._link is not None and self._pause is None
 
-    def connect(self, link: Link, on_failure: Callable[[str], None] | None = None) -> None:
-        """Use a new worker, which holds no prefixes yet.
+    def connect(self, link: Link, on_failure: Callable[[str], None]) -> None:
+        """Use a worker until it fails; `on_failure` then gets the reason.
 
-        With `on_failure`, a failure is not followed by pings: the worker is not used again, and this gets the reason.
+        A worker behind another link than the last one holds no prefixes yet.
         """
-        self._end_pause()
-        self._link, self._on_failure, self._times = link, on_failure, DraftTimes()
-        self._num_failures = self._num_hits = self._num_misses = 0
-        self._acknowledged = Acknowledged()
-        logger.info("Draft worker connected")
+        if link is not self._link:
+            self._link, self._times = link, DraftTimes()
+            self._num_hits = self._num_misses = 0
+            self._acknowledged = Acknowledged()
+        self.is_available, self._on_failure = True, on_failure
 
-    def disconnect(self, reason: str) -> None:
+    def disconnect(self) -> None:
         """Return empty drafts until the next `connect`."""
-        if self._link is not None:
-            self._link.close(reason)
-            self._link = None
-        self._end_pause()
+        self.is_available = False
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return one draft per row; all are empty if the worker is absent, late or sends an invalid reply."""
         if not any(row.runs_ahead or row.num_draft_tokens for row in rows):
             return [NO_DRAFT] * len(rows)
         link = self._link
-        if link is None or self._pause is not None:
-            self.fallbacks["absent" if link is None else "paused"] += 1
+        if link is None or not self.is_available:
+            self.fallbacks["absent"] += 1
             return [NO_DRAFT] * len(rows)
         started = time.perf_counter()
         reply = await self._request(link, rows)
@@ -103,9 +92,10 @@ class RemoteDrafter:
         self.calls.wait_s += seconds
         if isinstance(reply, str):
             self.fallbacks[reply] += 1
-            self._stop_using(link, reply)
+            if link is self._link and self.is_available:
+                self.disconnect()
+                self._on_failure(reply)
             return [NO_DRAFT] * len(rows)
-        self._num_failures = 0
         self._times.observe(seconds)
         self.calls.compute_s += reply.compute_s
         self.unprepared, self.features = reply.unprepared, reply.features
@@ -155,37 +145,9 @@ class RemoteDrafter:
             self.calls.num_hits += 1
         self.run_ahead, self._num_hits, self._num_misses = stats, stats.hits, num_misses
 
-    def _stop_using(self, link: Link, reason: str) -> None:
-        if link is not self._link or self._pause is not None:
-            return
-        if self._on_failure is not None:
-            self.disconnect(reason)
-            self._on_failure(reason)
-            return
-        if self._num_failures == 0:
-            logger.warning("Draft worker failed (%s), decoding without drafts until it replies", reason)
-        pause_s = min(_MIN_PAUSE_S * 2**self._num_failures, _MAX_PAUSE_S)
-        self._num_failures += 1
-        self._pause = asyncio.create_task(self._await_reply(pause_s), name="draft worker pause")
-
-    async def replies(self) -> bool:
-        """Return whether the worker replies to a ping."""
-        if (link := self._link) is None:
-            return False
+    async def replies(self, link: Link) -> bool:
+        """Return whether a worker replies to a ping, after all earlier requests."""
         try:
             return isinstance(await link.call(Ping(next(self._rounds), link.version, _PING_DEADLINE_S, [])), Pong)
         except TransportError:
             return False
-
-    async def _await_reply(self, pause_s: float) -> None:
-        has_replied = False
-        while not has_replied:
-            await asyncio.sleep(pause_s)
-            has_replied = await self.replies()
-        self._pause = None
-        logger.info("Draft worker replies again")
-
-    def _end_pause(self) -> None:
-        if self._pause is not None:
-            self._pause.cancel()
-            self._pause = None

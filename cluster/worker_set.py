@@ -14,7 +14,8 @@ from cluster.config import GroupConfig
 from cluster.memory_plan import Located, MemoryPlan
 from cluster.placement import draft_options, rank_beside_draft, rank_options
 from cluster.transport import Connector, Link, OnBreak
-from cluster.workers.actors import DraftWorker, TargetWorker, WorkerProcess
+from cluster.workers.actors import TargetWorker, WorkerProcess
+from cluster.workers.draft_worker import DraftWorker, Lease
 from engine.config import CompileProgress, ModelConfig, ModelInfo
 from engine.errors import ModelError, TargetError
 from engine.execution.memory import CacheSize
@@ -47,47 +48,41 @@ class WorkerSet:
     serving: list[Any] = field(default_factory=list)
     compiling: list[CompileProgress] = field(default_factory=list)
 
-    async def start(
-        self,
-        connector: Connector,
-        version: int,
-        hang_timeout_s: float,
-        load: Callable[[], Coroutine[Any, Any, None]],
-        on_break: OnBreak | None = None,
-    ) -> None:
-        """Connect to the workers, load, and have them serve; kill them if any of that fails.
+    async def start(self, config: GroupConfig, load: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Wait for the workers' processes, load, and have them serve; kill them if any of that fails.
 
         Raises ModelError if the model cannot be served, WorkerDiedError if one was killed or hangs, or TargetError.
         """
         try:
-            await self.connect(connector, version, on_break)
-            await self.while_answering(hang_timeout_s, load())
+            await self._begin(config)
+            await self.while_answering(config.hang_timeout_s, load())
             self.serving = [actor.serve.remote() for actor in self.actors]
         except BaseException:
             self.kill()
             raise
         for rank, process in enumerate(self.processes):
-            logger.info("%s %d: process %d on node %s", self.name, rank, process.pid, process.endpoint.node_id)
+            logger.info("%s %d: process %d on node %s", self.name, rank, process.pid, process.node_id)
 
-    async def connect(self, connector: Connector, version: int, on_break: OnBreak | None = None) -> None:
-        """Have every worker listen, and begin to connect to each; raise WorkerDiedError if one does not answer."""
+    async def _begin(self, config: GroupConfig) -> None:
         try:
             async with asyncio.timeout(_FIRST_ANSWER_S):
-                self.processes = await _results([actor.listen.remote(connector.identity) for actor in self.actors])
+                self.processes = await results([actor.begin.remote(config.log_format) for actor in self.actors])
         except TimeoutError as error:
             raise WorkerDiedError(f"a worker did not answer within {_FIRST_ANSWER_S:g} s of its start") from error
-        self.links = [
-            connector.connect(process.endpoint, version=version, on_break=on_break) for process in self.processes
-        ]
+
+    async def connect(self, connector: Connector, version: int, on_break: OnBreak) -> None:
+        """Have every rank listen, and begin to connect to each."""
+        endpoints = await results([actor.listen.remote(connector.identity) for actor in self.actors])
+        self.links = [connector.connect(endpoint, version=version, on_break=on_break) for endpoint in endpoints]
 
     async def survey(self, model: ModelConfig, *ranks: int, world_size: int = 1) -> list[Located]:
         """Have these workers survey their devices for a model, one shard each."""
-        surveys = await _results([self.actors[rank].survey.remote(model, world_size) for rank in ranks])
-        return list(zip([self.processes[rank].endpoint.node_id for rank in ranks], surveys, strict=True))
+        surveys = await results([self.actors[rank].survey.remote(model, world_size) for rank in ranks])
+        return list(zip([self.processes[rank].node_id for rank in ranks], surveys, strict=True))
 
     async def load(self, *arguments: Any, **options: Any) -> None:
         """Have every worker load."""
-        self.loaded = await _results([actor.load.remote(*arguments, **options) for actor in self.actors])
+        self.loaded = await results([actor.load.remote(*arguments, **options) for actor in self.actors])
 
     async def while_answering(self, hang_timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine while the workers answer pings; raise WorkerDiedError after a silence of `hang_timeout_s`."""
@@ -135,21 +130,22 @@ class WorkerSet:
             ray.kill(actor, no_restart=True)
 
 
-async def start_draft(
-    config: GroupConfig, placement: PlacementGroup, connector: Connector, version: int, plan: MemoryPlan
-) -> WorkerSet:
-    """Start the draft worker and wait until it has loaded; errors as of `WorkerSet.start`."""
-    draft = config.draft
-    assert draft is not None, "every method of a draft worker loads a model"
+async def start_draft(config: GroupConfig, placement: PlacementGroup, plan: MemoryPlan) -> WorkerSet:
+    """Start the group's own draft worker and wait until it has loaded; raises as `WorkerSet.start`."""
+    assert config.draft is not None, "every method of a draft worker loads a model"
+    draft, limit_s = config.draft, config.start_timeout_s
     actor = ray.remote(DraftWorker).options(**draft_options(config, placement))
-    workers = WorkerSet("draft worker", [actor.remote(config.engine, version, config.log_format)])
+    workers = WorkerSet("draft worker", [actor.remote(config, "of this group")])
 
     async def load() -> None:
         workers.cache = await plan.plan_draft([] if plan.knows("draft") else await workers.survey(draft, 0))
-        run_ahead = config.run_ahead == "on"
-        await workers.load(draft, config.target, workers.cache, run_ahead=run_ahead)
+        await workers.load(workers.cache)
 
-    await workers.start(connector, version, config.hang_timeout_s, load)
+    try:
+        async with asyncio.timeout(limit_s):
+            await workers.start(config, load)
+    except TimeoutError as error:
+        raise WorkerDiedError(f"it did not start within {limit_s:g} s") from error
     return workers
 
 
@@ -163,20 +159,19 @@ async def start_target(
 ) -> WorkerSet:
     """Start all ranks of the target, in a new torch.distributed world, and wait until all have loaded.
 
-    `on_break` is called when the connection to any rank breaks; errors as of `WorkerSet.start`.
+    `on_break` is called when the connection to any rank breaks; raises as `WorkerSet.start`.
     """
     size, timeout_s = config.tensor_parallel_size, config.start_timeout_s
     actor = ray.remote(TargetWorker)
     ranks = [
-        actor.options(**rank_options(config, placement, rank)).remote(
-            config.engine, version, config.log_format, rank, size
-        )
+        actor.options(**rank_options(config, placement, rank)).remote(config.engine, version, rank, size)
         for rank in range(size)
     ]
     workers = WorkerSet("target rank", ranks)
 
     async def load() -> None:
-        [address] = await _results([workers.actors[0].open_store.remote(timeout_s)]) if size > 1 else [None]
+        await workers.connect(connector, version, on_break)
+        [address] = await results([workers.actors[0].open_store.remote(timeout_s)]) if size > 1 else [None]
         target: list[Located] = []
         draft: list[Located] = []
         if not plan.knows("target"):
@@ -187,27 +182,25 @@ async def start_target(
         workers.cache = plan.plan_target(target, draft)
         await workers.load(config.target, workers.cache, address, timeout_s)
 
-    await workers.start(connector, version, config.hang_timeout_s, load, on_break)
+    await workers.start(config, load)
     return workers
 
 
-async def introduce(config: GroupConfig, target: WorkerSet | None, draft: WorkerSet | None) -> None:
-    """Have the target send its features to the draft worker, if there are both and the drafting method reads them.
+async def introduce(target: WorkerSet, draft: WorkerSet, lease: Lease) -> None:
+    """Have the target send its features to the draft worker under a lease.
 
     If either dies meanwhile, its next start introduces them again.
     """
-    if target is None or draft is None or not config.method.reads_features:
-        return
     rank, worker = target.actors[0], draft.actors[0]
     try:
-        [identity] = await _results([rank.feature_identity.remote()])
-        [endpoint] = await _results([worker.receive_features.remote(identity)])
-        await _results([rank.send_features.remote(endpoint)])
+        [identity] = await results([rank.feature_identity.remote()])
+        [endpoint] = await results([worker.receive_features.remote(lease, identity)])
+        await results([rank.send_features.remote(endpoint)])
     except TargetError as error:
         logger.warning("The draft worker gets no features of the target, and drafts nothing: %s", error)
 
 
-async def _results(references: list[Awaitable[T]]) -> list[T]:
+async def results(references: list[Awaitable[T]]) -> list[T]:
     """Wait for Ray's results, and translate Ray's exceptions into ours."""
     answers = [asyncio.ensure_future(reference) for reference in references]
     try:

@@ -24,7 +24,7 @@ from deployments.observe.logs import serve_logging
 from deployments.ray_internals import with_version
 from deployments.router.pooled_drafts import Drafts
 from deployments.router.router import Router
-from deployments.routing.loads import QueueDepthRouter
+from deployments.routing.choice import QueueDepthRouter
 from deployments.wire import DRAFTS
 from engine.config import PairConfig
 from engine.errors import ModelError
@@ -144,7 +144,7 @@ def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> No
     # What imports no torch comes first.
     _ = target.tokenizer, [source.weight_shapes for source in sources if source.weight_files[0].suffix != ".gguf"]
     suited_to_models(group, target, draft)
-    from cluster.workers.loading import check_files
+    from engine.drafting.assembly import check_files
 
     check_files(target, draft, group.tensor_parallel_size)
 

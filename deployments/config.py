@@ -11,6 +11,7 @@ replicas that read it.
 import json
 import os
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from cluster.config import GroupConfig, LogFormat, RunAhead
 from engine.config import BUNDLED_TARGET, PAIR_SETTINGS, ModelConfig, PairConfig, unknown_argument
-from engine.drafting.registry import check_run_ahead, choose_method, settle_drafting
+from engine.drafting.settle import Settled, check_run_ahead, settle
 from engine.errors import ConfigError
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
@@ -190,9 +191,8 @@ class AppConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_drafting(self) -> Self:
-        settled = settle_drafting(self.pair)
-        check_run_ahead(settled.engine, self.run_ahead, has_draft_model=settled.draft is not None)
-        method = choose_method(settled.engine, has_draft_model=settled.draft is not None)
+        check_run_ahead(self.settled.engine, self.run_ahead)
+        method = self.settled.method
         if self.draft_pool is not None and (method.runs_in != "draft" or method.reads_features):
             names = ("draft_model", "drafting", "speculation", "num_speculative_tokens")
             settings = ", ".join(f"{name} is {getattr(self.pair, name)}" for name in names)
@@ -210,18 +210,23 @@ class AppConfig(BaseModel):
         except ConfigError as error:
             raise ArgumentError(str(error)) from None
 
+    @cached_property
+    def settled(self) -> Settled:
+        """The outcome of the pair's settings."""
+        return settle(self.pair)
+
     @property
     def model_name(self) -> str:
         """The model's name for clients."""
         if self.served_model_name is not None:
             return self.served_model_name
-        path = settle_drafting(self.pair).target.path
+        path = self.settled.target.path
         return BUNDLED_NAME if path == str(BUNDLED_TARGET) else Path(path).name
 
 
 def group_config(config: AppConfig) -> GroupConfig:
     """Return the settings of one speculation group: all that a Router reads."""
-    target, draft, engine = settle_drafting(config.pair)
+    target, draft, engine = config.settled
     return GroupConfig(
         target=target,
         draft=draft,
@@ -259,7 +264,7 @@ class IngressConfig:
 
 def ingress_config(config: AppConfig) -> IngressConfig:
     """Return the settings of an Ingress."""
-    target = replace(settle_drafting(config.pair).target, head=None)  # which an Ingress does not load
+    target = replace(config.settled.target, head=None)  # which an Ingress does not load
     return IngressConfig(target=target, verification=config.pair.verification, **_same_names(IngressConfig, config))
 
 

@@ -9,23 +9,15 @@ from tqdm import tqdm
 
 from engine.config import make_pair
 from engine.control.stats import SpeculationStats
-from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.translated import translated
-from engine.drafting.registry import check_kinds, choose_method, settle_drafting
+from engine.drafting.assembly import assemble
+from engine.drafting.settle import check_kinds, settle
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
 from engine.execution.memory import plan_cache
-from engine.execution.registry import make_backend, survey
-from engine.heads.registry import load_target
-from engine.models.first_layers import check_self_draft
-from engine.models.loader import load_model
+from engine.execution.registry import survey
 from engine.models.registry import open_model
-from engine.models.source import shared_tokens
 from engine.params import SamplingParams, are_numbers, nth_seed
 from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
-from engine.sampling.grammar import Grammars
-from engine.verification.rule import rule_of
-from engine.verification.verifier import ModelVerifier
 
 Prompt = str | Sequence[int] | dict[str, Any]
 
@@ -86,51 +78,39 @@ class LLM:
         self, target_model: str | Path = "auto", draft_model: str | Path = "auto", *, seed: int = 0, **settings: Any
     ) -> None:
         pair = make_pair(target_model=target_model, draft_model=draft_model, **settings)
-        target_config, draft_config, config = settle_drafting(pair)
-        if draft_config is not None and target_config.head is not None:
-            raise ConfigError(
-                f"drafting is {config.drafting!r}, but there is no draft worker in this process; use head"
-            )
-        target_source = open_model(target_config)
-        draft_source = None if draft_config is None else open_model(draft_config)
-        method = choose_method(config, has_draft_model=draft_config is not None)
-        check_kinds(target_source, draft_source, method)
-        check_self_draft(config, target_source)
-        target_source.check_length(config.max_model_len)
+        settled = settle(pair)
+        if settled.method.reads_features:
+            drafting = settled.engine.drafting
+            raise ConfigError(f"drafting is {drafting!r}, but there is no draft worker in this process; use head")
+        target_source = open_model(settled.target)
+        draft_source = None if settled.draft is None else open_model(settled.draft)
+        check_kinds(target_source, draft_source, settled.method)
+        assembly = assemble(target_source, draft_source, settled.engine)
         self._seed = SamplingParams(seed=seed).seed or 0
         self._num_requests = 0
         self.tokenizer = target_source.tokenizer
-        if draft_source is not None:
-            shared_tokens(target_source, draft_source)
         # Before any model loads.
-        first = survey(target_source, config)
-        config = replace(config, max_model_len=first.footprint.max_model_len)  # the draft's may be longer
+        first = survey(target_source, settled.engine)
+        config = replace(settled.engine, max_model_len=first.footprint.max_model_len)  # the draft's may be longer
         footprints = [first.footprint] + ([] if draft_source is None else [survey(draft_source, config).footprint])
         cache = plan_cache(first.free_bytes, footprints, config, device=first.device, is_script=True)
         config = replace(config, **cache._asdict())
-        branches = method.branches(config)
-        target = make_backend(load_target(target_source), target_source, config, branches=branches)
-        info = target.info
-        self._grammars = Grammars(target_source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-        verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)
-        backends, draft = [target], None
-        if draft_source is not None:
-            invariant = rule_of(config.verification).needs_invariant_draft
-            model = load_model(draft_source)
-            backend = make_backend(model, draft_source, config, invariant=invariant, branches=branches)
-            backends.append(translated(backend, target_source, draft_source))
-            draft = DraftModel(backends[-1], info.vocab_size, self._grammars)
+        assembly, method = replace(assembly, engine=config), settled.method
+        verifier = assembly.load_verifier()
+        draft = None if draft_source is None else assembly.load_draft()
+        self._grammars = assembly.grammars
         self.engine = Engine(
             config,
-            info,
+            verifier.backend.info,
             drafter=method.drafter_of_engine(config, method.make(config, draft)),
             verifier=verifier,
             num_blocks=verifier.num_blocks,
             tokenizer=self.tokenizer,
         )
         self.stats = self.engine.stats
-        for backend in backends:
-            backend.warm_up()
+        verifier.backend.warm_up()
+        if draft is not None:
+            draft.backend.warm_up()
 
     def generate(
         self,

@@ -19,6 +19,8 @@ AS_A_WHOLE = (
     "tests/engine/execution/cpu/",
     "tests/e2e/groups/",
     "tests/e2e/test_autoscaling.py",
+    "tests/engine/test_matrix.py",
+    "tests/engine/heads/test_cold_starts.py",
 )
 """What one process runs, because its tests share a server, a cluster or what they compile; the longest first."""
 

@@ -1,7 +1,7 @@
 """Tiny random models of every architecture that generates text, with its real mix of layers.
 
 A default configuration is shrunk by rules: by the names of its fields, and by how its layers differ.
-`python -m tests.families` writes the table of families in deployments/README.md; `python -m tests.families templates
+`python -m tests.families` writes the table of families in docs/families.md; `python -m tests.families templates
 DIR...` asks chat templates (`tests/chat_templates.py`).
 """
 
@@ -27,7 +27,7 @@ from engine.models.registry import HYBRIDS, open_model
 from engine.models.shards import plan_of
 from tests.chat_templates import report
 
-PAGE = Path(__file__).parents[1] / "deployments" / "README.md"
+PAGE = Path(__file__).parents[1] / "deployments" / "docs" / "families.md"
 MARKS = ("<!-- families: python -m tests.families -->\n", "<!-- end of families -->\n")
 
 RULES = {
@@ -118,7 +118,7 @@ def tiny_config(model_type: str, **settings: Any) -> PreTrainedConfig:
 
 
 def table(*, with_marks: bool = True) -> str:
-    """The table as deployments/README.md should have it, or one that makes no model."""
+    """The table as deployments/docs/families.md should have it, or one that makes no model."""
     rows: dict[str, list[str]] = {"served": [], "their text part is served": []}
     num_others = 0
     for name in sorted(CONFIG_MAPPING):
@@ -162,7 +162,7 @@ def marks_of(name: str) -> Iterator[str]:
 
 
 def listed() -> tuple[str, list[str]]:
-    """The table in deployments/README.md, and the decoder-only families that it lists as served."""
+    """The table in deployments/docs/families.md, and the decoder-only families that it lists as served."""
     content = PAGE.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0]
     names = content.partition("| served")[2].partition("|")[2].partition("|")[0]
     return content, [name for name in re.findall(r"[\w.-]+", names) if name not in KINDS]

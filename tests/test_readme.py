@@ -16,14 +16,14 @@ from tests.docstrings import field_docstrings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-SETTINGS = (ROOT / "deployments" / "README.md").read_text()
+SETTINGS = (ROOT / "deployments" / "docs" / "settings.md").read_text()
 PAGES = [page for page in sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("**/*.md")) if page[:5] != ".venv"]
 PACKAGES = ("engine", "cluster", "deployments")
 MAX_LINES = 130
 
 
 def configuration_table() -> str:
-    """The table as `deployments/README.md` should have it: the pair's settings first, as arguments like all others."""
+    """The table as `docs/settings.md` should have it: the pair's settings first, as arguments like all others."""
     rows = ["| argument | default | meaning |", "|---|---|---|"]
     for name, meaning in field_docstrings(PairConfig).items():
         rows.append(f"| `{name}` | `{PAIR_SETTINGS[name].default}` | {meaning} |")

@@ -1,6 +1,7 @@
 """Waiting for what other tasks, threads or processes bring about."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 
@@ -9,3 +10,12 @@ async def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> No
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 120) -> None:
+    """Do the same without an event loop."""
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends:
+            raise TimeoutError
+        time.sleep(0.01)

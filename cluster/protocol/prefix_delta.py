@@ -29,9 +29,10 @@ class PrefixTable:
     same table, so a target's ranks agree without communicating. `forget` is called with each id that leaves the table.
     """
 
-    def __init__(self, capacity: int, forget: Callable[[str], None]) -> None:
-        self._capacity = capacity
-        self._forget = forget
+    def __init__(self, capacity: int, forget: Callable[[str], None], *, owner: str = "") -> None:
+        """Hold nothing; requests here are named after their `owner` and id, as `forget` gets them."""
+        self._capacity, self._owner = capacity, owner
+        self._forget: Callable[[str], None] = lambda request_id: forget(owner + request_id)
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
 
     def __getitem__(self, request_id: str) -> Prefix:
@@ -66,7 +67,9 @@ class PrefixTable:
     def _apply(self, delta: PrefixDelta) -> None:
         if delta.params is not None:
             tokens, length = list(delta.token_ids), delta.input_length
-            request = Request(delta.request_id, tokens, delta.prompt_length, delta.params, input_length=length)
+            request = Request(
+                self._owner + delta.request_id, tokens, delta.prompt_length, delta.params, input_length=length
+            )
             self._prefixes[delta.request_id] = Prefix(request, block_table(delta.block_ids))
         else:
             prefix = self._prefixes[delta.request_id]

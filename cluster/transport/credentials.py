@@ -1,7 +1,7 @@
-"""Certificates that authenticate the Router and its workers to each other.
+"""Certificates that authenticate the Router, its workers and Ingresses to each other.
 
-Each process makes a key and a self-signed certificate and keeps them until it ends. Only certificates are sent, through
-Ray, and each side accepts exactly the one certificate it was given.
+Certificates are self-signed, made by a process for as long as it runs, and sent through Ray. Each side of a connection
+accepts exactly the one certificate that it was given. Only the key of an inbox's senders leaves its process.
 """
 
 import ssl
@@ -21,7 +21,7 @@ _CLOCK_SKEW = timedelta(days=1)
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A certificate and its secret key, both in PEM format; the key never leaves the process."""
+    """A certificate and its secret key, both in PEM format."""
 
     certificate: str
     secret_key: str = field(repr=False)
@@ -45,21 +45,13 @@ def make_credentials() -> Credentials:
     return Credentials(certificate.public_bytes(Encoding.PEM).decode(), secret.decode())
 
 
-def tls_context(credentials: Credentials | None, peer_certificate: str | None, *, is_server: bool) -> ssl.SSLContext:
-    """Return a TLS 1.3 context that presents `credentials` and accepts only the holder of `peer_certificate`.
-
-    Without credentials nothing is presented; without the peer's certificate every peer is accepted.
-    """
+def tls_context(credentials: Credentials, peer_certificate: str, *, is_server: bool) -> ssl.SSLContext:
+    """Return a TLS 1.3 context that presents `credentials` and accepts only the holder of `peer_certificate`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate itself is compared, so its name does not matter
-    if peer_certificate is None:
-        context.verify_mode = ssl.CERT_NONE
-    else:
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=peer_certificate)
-    if credentials is None:
-        return context
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=peer_certificate)
     with tempfile.NamedTemporaryFile("w") as file:  # readable by its owner only; OpenSSL loads keys from files only
         file.write(credentials.secret_key + credentials.certificate)
         file.flush()

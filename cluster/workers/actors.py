@@ -1,8 +1,8 @@
-"""DraftWorker and TargetWorker: the Ray actors, which join a responder to a server.
+"""Worker and TargetWorker: the Ray actors of the target's ranks, and what they share with a draft worker.
 
-A `WorkerSet` calls `listen`, `survey` (at the first start), `load` and `serve` in this order. `serve` lasts as long as
-the worker does, so the reference to its result tells when the worker ends. Each call has its own thread, so an actor
-that loads or serves still answers pings.
+A `WorkerSet` calls `begin`, then a rank's `listen`, `survey` (at the first start), `load` and `serve` in this order.
+`serve` lasts as long as the worker does, so the reference to its result tells when the worker ends. Each call has its
+own thread, so an actor that loads or serves still answers pings.
 
 The Router imports this module to start the actors but must not import torch, so torch is imported inside the methods.
 """
@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -22,10 +21,9 @@ import ray
 from cluster.config import LogFormat
 from cluster.ray_core import stderr_handler
 from cluster.transport import Connector, Endpoint, Server
-from cluster.workers.responder import DraftResponder, TargetResponder
+from cluster.workers.responder import TargetResponder
 from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
-from engine.drafting.model.feature_store import FeatureStore
-from engine.drafting.registry import choose_method
+from engine.drafting.registry import method_of
 from engine.execution.memory import CacheSize, Survey
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
@@ -39,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """A worker's process and where it listens."""
+    """A worker's process, and Ray's id of its node."""
 
-    endpoint: Endpoint
     pid: int
+    node_id: str
 
 
 def show_progress(log_format: LogFormat) -> None:
@@ -53,7 +51,7 @@ def show_progress(log_format: LogFormat) -> None:
 
 
 @contextlib.contextmanager
-def _importing() -> Iterator[None]:
+def importing() -> Iterator[None]:
     """Import without garbage collections, which take an eighth of the time; later ones skip the modules, too."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -65,32 +63,31 @@ def _importing() -> Iterator[None]:
             gc.enable()
 
 
-class Worker:
-    """The base of both workers: listens, and answers pings."""
+def this_node() -> tuple[str, str]:
+    """Return the address of this process's node, and Ray's id of the node."""
+    return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
-    def __init__(
-        self, engine: EngineConfig, version: int, log_format: LogFormat, rank: int = 0, world_size: int = 1
-    ) -> None:
-        show_progress(log_format)
+
+class Worker:
+    """The base of both workers: surveys its device, and answers pings."""
+
+    def __init__(self, engine: EngineConfig, node: tuple[str, str] | None = None, world_size: int = 1) -> None:
+        """Make a worker in this process; `node` is as `this_node`, which None calls."""
+        self._host, self._node_id = node or this_node()
         self._engine = engine
-        self._version = version
-        self._rank = rank
         self._world_size = world_size
+        self._server = Server(self._host, self._node_id)
         self._backend: Backend | None = None
         self._sources: dict[ModelConfig, ModelSource] = {}
-        # Room for running, preempted and just ended requests; a prefix that is evicted too early is sent again.
-        self._capacity = 4 * engine.max_num_seqs
 
-    def listen(self, client_identity: str) -> WorkerProcess:
-        """Accept connections from the client with this identity, from now on."""
-        self._host = ray.util.get_node_ip_address()
-        self._node_id = ray.get_runtime_context().get_node_id()
-        self._server = Server(self._host, self._node_id, client_identity)
-        return WorkerProcess(self._server.endpoint, os.getpid())
+    def begin(self, log_format: LogFormat) -> WorkerProcess:
+        """Log to stderr from now on, as actors do."""
+        show_progress(log_format)
+        return WorkerProcess(os.getpid(), self._node_id)
 
-    def survey(self, config: ModelConfig, world_size: int) -> Survey:
+    def survey(self, config: ModelConfig, world_size: int = 1) -> Survey:
         """Measure this worker's device and a model that is about to be loaded there, for the memory plan."""
-        with _importing():
+        with importing():
             from engine.execution.registry import survey
 
         self._select_gpu()
@@ -117,49 +114,21 @@ class Worker:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class DraftWorker(Worker):
-    """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client."""
-
-    _feature_server: Server | None = None
-
-    def load(self, config: ModelConfig, target: ModelConfig, cache: CacheSize, *, run_ahead: bool) -> ModelInfo:
-        """Load the draft with its planned cache; ids beyond the target's vocabulary are never drafted."""
-        with _importing():
-            from cluster.workers.loading import load_drafter
-
-        engine, features = replace(self._engine, **cache._asdict()), FeatureStore()
-        drafter, self._backend = load_drafter(
-            self._open(config), self._open(target), engine, run_ahead=run_ahead, features=features
-        )
-        self._backend.warm_up()
-        self._features, capacity = features, self._capacity
-        self._responder = DraftResponder(drafter, capacity=capacity, version=self._version, features=features)
-        return self._backend.info
-
-    def receive_features(self, identity: str) -> Endpoint:
-        """Accept features from the target's rank 0 with this identity from now on, and from no earlier one."""
-        from cluster.workers.features import receiver
-
-        if self._feature_server is not None:
-            self._feature_server.close()
-        server = self._feature_server = Server(self._host, self._node_id, identity)
-        answer = receiver(self._features)
-        threading.Thread(target=server.serve, args=(answer,), name="features", daemon=True).start()
-        return server.endpoint
-
-    def serve(self) -> None:
-        """Answer proposals until the worker ends."""
-        assert self._backend is not None, "load comes first"
-        self._backend.enter_thread()
-        self._server.serve(self._responder.answer, self._responder.work)
-
-
 class TargetWorker(Worker):
     """One rank of the target: its shard of the weights and of the KV blocks."""
 
+    def __init__(self, engine: EngineConfig, version: int, rank: int, world_size: int) -> None:
+        """Make a rank, whose messages have this version of the ranks."""
+        super().__init__(engine, world_size=world_size)
+        self._version, self._rank = version, rank
+
+    def listen(self, client_identity: str) -> Endpoint:
+        """Accept connections from the client with this identity, from now on."""
+        return self._server.listen(client_identity, lambda request: self._responder.answer(request)).endpoint
+
     def open_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the rendezvous store of this version's ranks, on rank 0 only; return its host and port."""
-        with _importing():
+        with importing():
             from cluster.workers.tensor_parallel import open_store
 
         self._store, address = open_store(self._host, self._world_size, timeout_s)
@@ -169,10 +138,10 @@ class TargetWorker(Worker):
         self, config: ModelConfig, cache: CacheSize, address: tuple[str, int] | None, timeout_s: float
     ) -> ModelInfo:
         """Load this rank's shard with its planned cache; `address` is the ranks' store, None for a single rank."""
-        with _importing():
+        with importing():
             from cluster.workers.features import FeatureSource
-            from cluster.workers.loading import load_verifier
             from cluster.workers.tensor_parallel import join_store, join_world
+            from engine.drafting.assembly import assemble
             from engine.models.loader import resolve_device
 
         self._select_gpu()
@@ -187,13 +156,15 @@ class TargetWorker(Worker):
                 host=self._host,
                 timeout_s=timeout_s,
             )
-        verifier = load_verifier(self._open(config), replace(self._engine, **cache._asdict()), shard=shard)
+        verifier = assemble(self._open(config), None, replace(self._engine, **cache._asdict())).load_verifier(shard)
         self._backend = verifier.backend
         self._backend.warm_up()
         served: ModelVerifier | FeatureSource = verifier
-        if self._rank == 0 and choose_method(self._engine, has_draft_model=True).reads_features:
+        if self._rank == 0 and method_of(self._engine.drafting).reads_features:
             served = self._source = FeatureSource(verifier, Connector(self._node_id), self._version)
-        self._responder = TargetResponder(served, rank=self._rank, capacity=self._capacity, version=self._version)
+        # Room for running, preempted and just ended requests; a prefix that is evicted too early is sent again.
+        capacity = 4 * self._engine.max_num_seqs
+        self._responder = TargetResponder(served, rank=self._rank, capacity=capacity, version=self._version)
         return verifier.backend.info
 
     def feature_identity(self) -> str:
@@ -209,6 +180,6 @@ class TargetWorker(Worker):
         assert self._backend is not None, "load comes first"
         self._backend.enter_thread()
         try:
-            self._server.serve(self._responder.answer, self._responder.work)
+            self._server.serve(self._responder.work)
         finally:
             self._backend.close()

@@ -7,7 +7,6 @@ have a gap, and gets them from their start on.
 """
 
 import asyncio
-import functools
 import itertools
 import logging
 import threading
@@ -35,16 +34,25 @@ _MAX_UNDER_WAY = 4
 _DEADLINE_S = 1.0
 
 
-def receiver(features: "FeatureStore") -> Callable[[AnyRequest], AnyReply]:
-    """Return what answers rank 0 on the draft worker: it keeps rows, and names requests with a gap before theirs."""
+def receiver(features: "FeatureStore", owner: str) -> Callable[[AnyRequest], AnyReply]:
+    """Return what answers rank 0 on the draft worker: it keeps rows, and names requests with a gap before theirs.
+
+    Here the requests are named after their `owner` and id, as in a `PrefixTable`.
+    """
 
     def answer(request: AnyRequest) -> AnyReply:
         if not isinstance(request, Features):
             return Failure(request.round, request.version, 0.0, f"this takes no {type(request).__name__}")
         for request_id in request.released:
-            features.forget(request_id)
-        put = functools.partial(features.put, dtype=request.dtype, row_bytes=request.row_bytes)
-        missing = [one.request_id for one in request.rows if not put(one.request_id, one.offset, one.end, one.rows)]
+            features.forget(owner + request_id)
+        dtype, row_bytes = request.dtype, request.row_bytes
+        missing = [
+            entry.request_id
+            for entry in request.rows
+            if not features.put(
+                owner + entry.request_id, entry.offset, entry.end, entry.rows, dtype=dtype, row_bytes=row_bytes
+            )
+        ]
         return PrefixMissing(request.round, request.version, 0.0, missing)
 
     return answer

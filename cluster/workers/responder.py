@@ -1,108 +1,19 @@
-"""Responders: compute the reply to a request, without Ray and without sockets."""
+"""TargetResponder: computes the replies of one of the target's ranks, without Ray and without sockets."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from cluster.protocol.messages import (
-    AnyReply,
-    AnyRequest,
-    Drafts,
-    Failure,
-    Ping,
-    Pong,
-    PrefixMissing,
-    Propose,
-    Verdicts,
-    Verify,
-)
+from cluster.protocol.messages import AnyReply, AnyRequest, PrefixMissing, Verdicts, Verify
 from cluster.protocol.prefix_delta import PrefixTable
 from engine.control.stats import PREPARATION
-from engine.drafting.model.feature_store import FeatureStore
 from engine.errors import TargetError
-from engine.protocols import NO_DRAFT, Draft, Drafter, ProposeRow, Verdict, VerifyRow, run_in_process
+from engine.protocols import NO_DRAFT, Draft, Verdict, VerifyRow, run_in_process
 
 if TYPE_CHECKING:
     from cluster.workers.features import FeatureSource
-    from engine.drafting.run_ahead.passes import PassesAhead
     from engine.verification.verifier import ModelVerifier
-
-logger = logging.getLogger(__name__)
-
-_POLL_S = 50e-6
-"""Pause between two looks for a request while the device computes a pass ahead."""
-
-
-class DraftResponder:
-    """Replies to `Propose` with a drafter in this process; its errors become `Failure` replies."""
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        *,
-        capacity: int,
-        version: int,
-        features: FeatureStore | None = None,
-        forget: Callable[[str], None] | None = None,
-    ) -> None:
-        """Answer with a drafter; `forget` gets the ids of requests that it need not hold, in place of `release`."""
-        self._drafter = drafter
-        self._feature_counts = {} if features is None else features.counts
-        self.ahead = cast("PassesAhead", drafter) if hasattr(drafter, "advance") else None
-        self._table = PrefixTable(capacity, forget or drafter.release)
-        self.version = version
-
-    def answer(self, request: AnyRequest) -> AnyReply | None:
-        """Return the reply to a request; None if it is for another version of the group."""
-        started, read = time.perf_counter(), None
-        try:
-            read = self.read(request)
-            if not isinstance(read, list):
-                return read
-            assert isinstance(request, Propose)
-            if self.ahead is not None:
-                self.ahead.runs_ahead = request.runs_ahead
-            return self.drafts(request, run_in_process(self._drafter.propose(read)), _since(started))
-        except Exception as error:  # an error costs the Router one round's drafts, not this process
-            logger.exception("Round %d failed", request.round)
-            for row in read if isinstance(read, list) else ():  # what is computed of them is not known
-                self._drafter.release(row.request.request_id)
-            return failure(request, error, _since(started))
-
-    def read(self, request: AnyRequest) -> list[ProposeRow] | AnyReply | None:
-        """Return the rows of a proposal, or what else is the reply; None if it is for another version."""
-        if request.version != self.version:
-            return None
-        if isinstance(request, Ping):
-            return Pong(request.round, self.version, 0.0)
-        if not isinstance(request, Propose):
-            message = f"a draft worker does not accept {type(request).__name__}"
-            return Failure(request.round, self.version, 0.0, message)
-        if missing := self._table.update(request.released, [entry.prefix for entry in request.rows]):
-            return PrefixMissing(request.round, self.version, 0.0, missing)
-        requests = [self._table[entry.prefix.request_id].request for entry in request.rows]
-        return [ProposeRow(one, entry.num_draft_tokens) for one, entry in zip(requests, request.rows, strict=True)]
-
-    def drafts(self, request: Propose, drafts: list[Draft], seconds: float) -> Drafts:
-        """Return the reply to a proposal, which took so many seconds."""
-        stats, counts = None if self.ahead is None else self.ahead.stats, PREPARATION.counts
-        return Drafts(request.round, self.version, seconds, drafts, stats, counts, self._feature_counts)
-
-    def work(self) -> bool:
-        """Launch at most one forward pass ahead, without waiting for its end; return whether there is more to do."""
-        if self.ahead is None or not self.ahead.has_time:
-            return False
-        if self.ahead.is_computing:
-            time.sleep(_POLL_S)
-            return True
-        try:
-            return self.ahead.advance()
-        except Exception:  # as above: an error costs only prepared drafts
-            logger.exception("Running ahead failed")
-            self.ahead.forget()
-            return False
 
 
 class TargetResponder:
@@ -158,11 +69,6 @@ def _without_known_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]
         )
         for verdict, row in zip(verdicts, rows, strict=False)
     ]
-
-
-def failure(request: AnyRequest, error: Exception, seconds: float) -> Failure:
-    """Return the reply to a request that failed."""
-    return Failure(request.round, request.version, seconds, f"{type(error).__name__}: {error}")
 
 
 def _since(started: float) -> float:

@@ -48,7 +48,7 @@ def _by_name(settings: list[str] | None) -> dict[str, str]:
 
 Settings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="name=value", help="Settings; see deployments/README.md.", autocompletion=_completions),
+    typer.Argument(metavar="name=value", help="Settings; see docs/settings.md.", autocompletion=_completions),
 ]
 
 

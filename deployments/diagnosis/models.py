@@ -11,7 +11,7 @@ from deployments.config import AppConfig, group_config
 from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.machine import size_text
 from engine.config import ModelConfig, split_revision
-from engine.drafting.registry import check_kinds
+from engine.drafting.settle import check_kinds
 from engine.errors import ConfigError, ModelError
 from engine.execution.memory import plan_cache
 from engine.models.registry import open_model

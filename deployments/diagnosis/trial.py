@@ -18,7 +18,6 @@ from deployments.diagnosis.finding import Finding, judged
 from deployments.diagnosis.machine import size_text
 from deployments.diagnosis.models import weight_file_bytes
 from engine.config import BUNDLED_TARGET
-from engine.drafting.registry import settle_drafting
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 
@@ -87,7 +86,7 @@ def speed_finding(subject: str, plain: Figures, drafted: Figures) -> Finding:
 
 def trial_findings(config: AppConfig) -> Iterator[Finding]:
     """Try the pair in this process, with uncompiled passes and a draft that does not run ahead."""
-    size, reason, settled = weight_file_bytes(config), "", settle_drafting(config.pair)
+    size, reason, settled = weight_file_bytes(config), "", config.settled
     if size > _MAX_WEIGHT_BYTES:
         reason = f"loading {size_text(size)} takes too long; start the server, and use --url"
     elif not settled.engine.num_speculative_tokens:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deployments.errors import ErrorKind
@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from deployments.routing.client import ServeRouters
 
 GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
-
+PREPARATION = "paceline.preparation"
+"""The key of a request's Preparation in its ASGI scope."""
 CALM_S = 0.001
 """A turn of the event loop that is shorter has nothing else to do but to begin requests."""
 LONGEST_TURN_S = 0.01
 """How long the first request that waits is held up by a busy event loop."""
 
 
-_preparation: ContextVar[tuple[set[object], object]] = ContextVar("all, and this one", default=(set(), None))
-_owner: ContextVar[str] = ContextVar("owner", default="")
+@dataclass(frozen=True, slots=True, eq=False)
+class Preparation:
+    """One request that is being prepared; the owner is empty without API keys."""
+
+    owner: str
 
 
 class Admission:
@@ -40,7 +44,7 @@ class Admission:
         self._routers = routers
         self._clock = clock
         self._turn = asyncio.Lock()
-        self._preparing: set[object] = set()
+        self._preparing: set[Preparation] = set()
         self._open: Counter[str] = Counter()
 
     def check(self, owner: str = "") -> None:
@@ -52,24 +56,24 @@ class Admission:
             raise error
 
     @contextmanager
-    def preparing(self, owner: str = "") -> Iterator[None]:
+    def preparing(self, owner: str = "") -> Iterator[Preparation]:
         """Count an owner's request until the block ends, and as unknown to Routers until `submitted` is called."""
-        preparation = object()
+        preparation = Preparation(owner)
         self._open[owner] += 1
         self._preparing.add(preparation)
-        token, owner_token = _preparation.set((self._preparing, preparation)), _owner.set(owner)
         try:
-            yield
+            yield preparation
         finally:
-            _preparation.reset(token)
-            _owner.reset(owner_token)
-            self._preparing.discard(preparation)
+            self.submitted(preparation)
             self._open -= Counter((owner,))  # which drops owners without requests
 
-    @property
-    def is_preparing(self) -> bool:
-        """Whether the current request is being prepared, and no Router counts it."""
-        return _preparation.get()[1] in self._preparing
+    def submitted(self, preparation: Preparation) -> None:
+        """Leave the counting of a request to its Router."""
+        self._preparing.discard(preparation)
+
+    def is_preparing(self, preparation: Preparation | None) -> bool:
+        """Return whether a request is being prepared, and no Router counts it."""
+        return preparation in self._preparing
 
     def count_refusal(self, kind: ErrorKind) -> None:
         """Count a refused request by its error."""
@@ -85,20 +89,3 @@ class Admission:
                 before = now
                 await asyncio.sleep(0)
                 now = self._clock()
-
-
-def current_owner() -> str:
-    """Return the owner of the current request; empty without API keys."""
-    return _owner.get()
-
-
-def owned_salt(cache_salt: str | None) -> str | None:
-    """Return a salt that requests of other owners cannot have; without API keys, the client's own."""
-    owner = _owner.get()
-    return f"{owner}/{cache_salt or ''}" if owner else cache_salt
-
-
-def submitted() -> None:
-    """Say that a Router counts the current request from now on."""
-    preparing, preparation = _preparation.get()
-    preparing.discard(preparation)

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from deployments.config import Limits
 from deployments.errors import describe, error_body, headers_of, kind_of_status, set_request
-from deployments.guard.admission import GENERATING_ROUTES, Admission
+from deployments.guard.admission import GENERATING_ROUTES, PREPARATION, Admission
 from engine.errors import QueueFullError
 
 OPEN_ROUTES = frozenset(
@@ -127,9 +127,9 @@ class Guard:
             if not is_generating:
                 await self._run_while_connected(scope, body, receive, send)
                 return
-            with self._admission.preparing(owner):
+            with self._admission.preparing(owner) as preparation:
                 await self._admission.turn()
-                await self._run_while_connected(scope, body, receive, send)
+                await self._run_while_connected({**scope, PREPARATION: preparation}, body, receive, send)
 
     def _check_headers(self, headers: list[tuple[bytes, bytes]], path: str) -> str:
         """Return whose request it is: the digest of its API key; empty if none is needed."""

@@ -6,5 +6,6 @@
 - `health`: /live, /ready and /health.
 - `server_info`: models, version, fingerprint.
 - `event_ids`: where a stream continues after a lost connection.
+- `pieces`: rounds that are joined or cut for an event.
 - `draining`: ends streams that outlast a shutdown.
 """

@@ -6,7 +6,7 @@ thread does it, one answer at a time, while the event loop streams.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -53,14 +53,13 @@ class Answer(StreamingResponse):
         self._ids = ids
         self._hides_token = hides_token
         self._first: list[RequestOutput] | None = None
-        self._idle = IdleTimer(KEEP_ALIVE_S)
 
     async def begin(self) -> Response:
         """Return the whole body once it is complete, or this object, to stream, once it has tokens or has waited."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close)
             if self._writer.request.stream:
-                self._first = await self._idle.wait(self._next())
+                self._first = await self._next_or_idle()
                 stack.pop_all()
                 return self
             while outputs := await self._next():
@@ -80,7 +79,7 @@ class Answer(StreamingResponse):
         """Yield the events of the stream; an error becomes an event."""
         writer = self._writer
         try:
-            if text := self._ids.opening(writer.opening()):
+            if text := self._ids.opening():
                 yield text
             outputs = self._first
             while outputs is None or outputs:
@@ -88,21 +87,18 @@ class Answer(StreamingResponse):
                     yield KEEP_ALIVE
                 else:  # a stream that continues another one is silent up to the last event of that
                     yield await _run(self._chunks, outputs, is_long=_is_long(outputs)) or KEEP_ALIVE
-                outputs = await self._idle.wait(self._next())
+                outputs = await self._next_or_idle()
             is_long = writer.REPEATS_ALL and _is_long(writer.choices)
-            writer.num_events = self._ids.num_events
-            if text := self._ids.closing(await _run(writer.closing, is_long=is_long)):
+            if text := await _run(self._ids.closing, is_long=is_long):
                 yield text
         except Exception as error:
             kind, body = describe(error)
             if kind.status == 500:
                 logger.exception("request %s failed", writer.reply.id)
-            writer.num_events = self._ids.num_events
-            yield writer.failed(body)
+            yield self._ids.failed(body)
         yield writer.END
 
     async def _close(self) -> None:
-        self._idle.close()
         try:
             note_answer(self._writer)
         finally:
@@ -112,72 +108,22 @@ class Answer(StreamingResponse):
         outputs = await self._outputs.next()
         return list(map(_without_token, outputs)) if self._hides_token else outputs
 
+    async def _next_or_idle(self) -> list[RequestOutput] | None:
+        """Return the next outputs, or None if none have come for a while."""
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S) as idle:
+                return await self._next()
+        except TimeoutError:
+            if not idle.expired():
+                raise
+            return None
+
     def _chunks(self, outputs: list[RequestOutput]) -> str:
         """Return the events of some rounds, those of each choice joined."""
         by_choice: dict[int, list[RequestOutput]] = {}
         for output in outputs:
             by_choice.setdefault(choice_index(output.request_id), []).append(output)
-        return "".join(self._piece(index, rounds) for index, rounds in self._ids.pieces(by_choice))
-
-    def _piece(self, index: int, rounds: list[RequestOutput]) -> str:
-        choice = self._writer.choices[index]
-        for output in rounds:
-            choice.append(output)
-        self._writer.num_events = self._ids.num_events
-        return self._ids.piece(index, rounds, self._writer.chunk(choice, _join(rounds)))
-
-
-class IdleTimer:
-    """Interrupts waits that last too long, one at a time; it must be closed.
-
-    One timer serves all the short waits of a stream: `asyncio.timeout` makes one each, which takes 20 microseconds on
-    uvloop.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._task: asyncio.Task[object] | None = None
-        self._started = 0.0
-        self._is_due = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def wait(self, awaitable: Awaitable[T]) -> T | None:
-        """Return the awaitable's result; after the limit, cancel it and return None."""
-        task = self._task = asyncio.current_task()
-        assert task is not None
-        num_cancels = task.cancelling()
-        self._started = asyncio.get_running_loop().time()
-        if self._timer is None:
-            self._start_timer(self._limit_s)
-        try:
-            return await awaitable
-        except asyncio.CancelledError:
-            if not self._is_due or task.uncancel() > num_cancels:
-                raise  # cancelled by somebody else
-            return None
-        finally:
-            self._task, self._is_due = None, False
-
-    def close(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _start_timer(self, delay_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
-
-    def _check(self) -> None:
-        """Interrupt the wait if it has reached the limit; otherwise check again when it could have."""
-        self._timer = None
-        if self._task is None:
-            return  # the next wait starts the timer
-        left_s = self._started + self._limit_s - asyncio.get_running_loop().time()
-        if left_s > 0:
-            self._start_timer(left_s)
-        else:
-            self._is_due = True
-            self._task.cancel()
+        return "".join(self._ids.piece(index, rounds) for index, rounds in self._ids.pieces(by_choice))
 
 
 async def _run(function: Callable[..., T], *args: Any, is_long: bool) -> T:
@@ -198,17 +144,3 @@ def _without_token(output: RequestOutput) -> RequestOutput:
     hidden: list[TokenLogprobs] | None = None if output.logprobs is None else []
     shown: dict[str, Any] = {"token_ids": [], "text": "", "logprobs": hidden, "trace": None}
     return replace(output, **shown, finish_reason="length", stop_reason=None, num_draft_tokens=0, num_accepted_tokens=0)
-
-
-def _join(rounds: list[RequestOutput]) -> RequestOutput:
-    first, last = rounds[0], rounds[-1]
-    if first is last:
-        return first
-    logprobs = None if first.logprobs is None else [entry for output in rounds for entry in output.logprobs or []]
-    return replace(
-        last,
-        token_ids=[token for output in rounds for token in output.token_ids],
-        text="".join(output.text for output in rounds),
-        logprobs=logprobs,
-        prompt_logprobs=first.prompt_logprobs,
-    )

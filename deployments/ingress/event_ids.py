@@ -7,18 +7,18 @@ header `Last-Event-ID`; the text is computed again, and sent from the event afte
 import hashlib
 import re
 import secrets
-import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Header
 
+from deployments.ingress.pieces import Sent, join, split
 from deployments.openai.writer import Reply, Writer
 from engine.errors import RequestError
 from engine.params import SamplingParams
-from engine.protocols import RequestOutput, RoundTrace
+from engine.protocols import RequestOutput
 
 HEADER = "Last-Event-ID"
 LastEventId = Annotated[str | None, Header()]
@@ -31,31 +31,6 @@ _ID = re.compile(
     r"([a-z]+[-_][0-9a-f]{32}):(\d{1,12}):(\d{1,19}):([0-9a-f]{12}):(\d{1,9}):([ocs])(\d{1,9})"
     rf":({_AMOUNT}(?:,{_AMOUNT})*)(?:\+(\d{{1,3}})=({_AMOUNT}))?"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """How much of a choice was sent: tokens, characters, a checksum of the tokens, and whether its end was."""
-
-    num_tokens: int = 0
-    num_chars: int = 0
-    checksum: int = 0
-    is_finished: bool = False
-
-    def plus(self, rounds: Sequence[RequestOutput]) -> "Sent":
-        """Return what is sent after further rounds."""
-        token_ids = [token_id for output in rounds for token_id in output.token_ids]
-        num_chars = self.num_chars + sum(len(output.text) for output in rounds)
-        checksum = zlib.crc32(array("q", token_ids), self.checksum)
-        has_end = any(output.finish_reason is not None for output in rounds)
-        return Sent(self.num_tokens + len(token_ids), num_chars, checksum, self.is_finished or has_end)
-
-    def reaches(self, goal: "Sent") -> bool:
-        """Return whether this is at least as much."""
-        return self.num_tokens >= goal.num_tokens and self.is_finished >= goal.is_finished
-
-    def __str__(self) -> str:
-        return f"{self.num_tokens}.{self.num_chars}.{self.checksum}{'f' if self.is_finished else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +82,36 @@ def _sent(text: str) -> Sent:
 class EventIds:
     """Gives the events of one stream their ids, and leaves out those that an earlier connection has sent."""
 
-    def __init__(self, event_id: EventId | None, num_choices: int, *, is_continued: bool = False) -> None:
+    def __init__(self, writer: Writer, event_id: EventId | None, *, is_continued: bool = False) -> None:
         """Begin a stream, or continue it after the event with this id; without an id, events get none."""
+        self._writer = writer
         self._id, self._last = event_id, event_id if is_continued else None
-        self._sent = [Sent()] * num_choices
+        self._sent = [Sent()] * len(writer.choices)
         self._goals = list(self._last.sent) if self._last else []
         """What each choice must reach again before anything is sent; empty once all have."""
         if self._last and self._last.group:
             self._goals[self._last.group[0]] = self._last.group[1]
         self._held: list[list[RequestOutput]] = [[] for _ in self._goals]
         self._reached = [Sent() for _ in self._goals]
-        self.num_events = self._last.num_events - self._last.num_done if self._last else 0
+        self._num_events = self._last.num_events - self._last.num_done if self._last else 0
 
-    def opening(self, events: str) -> str:
+    def opening(self) -> str:
         """Return what is left to send of the events before the first tokens."""
+        events = self._writer.opening()
         if self._last is not None and self._last.stage != "o":
             return ""
         return self._label(events, "o", tuple(self._sent))
 
-    def closing(self, events: str) -> str:
+    def closing(self) -> str:
         """Return what is left to send of the events after the last tokens; raise RequestError as `pieces` does."""
+        events = self._write(self._writer.closing)
         if self._goals:
             raise RequestError(DIFFERS, HEADER)
         return self._label(events, "c", tuple(self._sent))
+
+    def failed(self, body: dict[str, Any]) -> str:
+        """Return the event of an error."""
+        return self._write(lambda: self._writer.failed(body))
 
     def pieces(self, by_choice: Mapping[int, list[RequestOutput]]) -> list[tuple[int, list[RequestOutput]]]:
         """Return the choices' rounds to write, none until all are there again; raise RequestError if a text differs."""
@@ -144,8 +126,8 @@ class EventIds:
         self._goals = []
         parts: list[list[tuple[int, list[RequestOutput]]]] = [[], [], []]
         for choice, (held, goal, sent) in enumerate(zip(self._held, goals, last.sent, strict=True)):
-            piece, rest = _split(held, goal)
-            head, piece = _split(piece, sent)
+            piece, rest = split(held, goal)
+            head, piece = split(piece, sent)
             if Sent().plus(head) != sent or sent.plus(piece) != goal:
                 raise RequestError(DIFFERS, HEADER)
             for part, rounds in zip(parts, (head, piece, rest), strict=True):
@@ -153,27 +135,36 @@ class EventIds:
         self._held.clear()
         return [*parts[0], *parts[1], *parts[2]]
 
-    def piece(self, choice: int, rounds: list[RequestOutput], events: str) -> str:
-        """Return what is left to send of the events of a piece."""
+    def piece(self, choice: int, rounds: list[RequestOutput]) -> str:
+        """Add a choice's rounds to it, and return what is left to send of their events, which are joined."""
+        writing = self._writer.choices[choice]
+        for output in rounds:
+            writing.append(output)
+        events = self._write(lambda: self._writer.chunk(writing, join(rounds)))
         last, before = self._last, tuple(self._sent)
         after = self._sent[choice] = before[choice].plus(rounds)
         if last is not None and last.sent[choice].reaches(after):
             return ""
         return self._label(events, "s", before, (choice, after))
 
+    def _write(self, write: Callable[[], str]) -> str:
+        """Return events of the writer, which numbers them after the events that the client has."""
+        self._writer.num_events = self._num_events
+        return write()
+
     def _label(self, text: str, stage: str, sent: tuple[Sent, ...], group: tuple[int, Sent] | None = None) -> str:
         """Return the events of a group that the client does not have, with ids; `sent` is from before the group."""
         if self._id is None:
-            self.num_events += text.count("\n\n")
+            self._num_events += text.count("\n\n")
             return text
         last = self._last
         num_done = last.num_done if last and (last.stage, last.group) == (stage, group) else 0
         events, labelled = text.split("\n\n")[:-1], []
         for number, event in enumerate(events, 1):
-            self.num_events += 1
+            self._num_events += 1
             if number <= num_done:
                 continue
-            place = replace(self._id, num_events=self.num_events, stage=stage, num_done=number, sent=sent, group=group)
+            place = replace(self._id, num_events=self._num_events, stage=stage, num_done=number, sent=sent, group=group)
             if group and number == len(events):
                 place = replace(place, num_done=0, sent=tuple(self._sent), group=None)
             labelled.append(f"{event}\nid: {place}\n\n")
@@ -190,10 +181,10 @@ def event_ids(
     reply, num_choices, seed = writer.reply, len(writer.choices), secrets.randbits(63)
     has_ids = is_seeded and writer.request.stream and num_choices <= MAX_CHOICES
     if last_event_id is None and not has_ids:
-        return EventIds(None, num_choices), seed
+        return EventIds(writer, None), seed
     answer = EventId(reply.id, reply.created, seed, _digest(reply, params))
     if last_event_id is None:
-        return EventIds(answer, num_choices), seed
+        return EventIds(writer, answer), seed
     if not writer.request.stream:
         raise RequestError(f"{HEADER} is only allowed with stream", HEADER)
     if not is_seeded:
@@ -202,7 +193,7 @@ def event_ids(
     if last.digest != answer.digest:
         raise RequestError(f"{HEADER} is of another request, or of a server that writes other texts", HEADER)
     writer.reply = replace(reply, id=last.reply_id, created=last.created)
-    return EventIds(last, num_choices, is_continued=True), last.seed
+    return EventIds(writer, last, is_continued=True), last.seed
 
 
 def _digest(reply: Reply, params: SamplingParams) -> str:
@@ -211,62 +202,3 @@ def _digest(reply: Reply, params: SamplingParams) -> str:
     for prompt in reply.prompts:
         digest.update(array("q", [len(prompt), *prompt]).tobytes())
     return digest.hexdigest()
-
-
-def _split(rounds: list[RequestOutput], end: Sent) -> tuple[list[RequestOutput], list[RequestOutput]]:
-    """Return the rounds up to `end`, and those after it; a round that reaches beyond is cut."""
-    sent = Sent()
-    for i, output in enumerate(rounds):
-        after = sent.plus([output])
-        if not end.reaches(after):
-            first, second = _cut(output, end.num_tokens - sent.num_tokens, end.num_chars - sent.num_chars)
-            return [*rounds[:i], *([first] if first.token_ids else [])], [second, *rounds[i + 1 :]]
-        sent = after
-    return rounds, []
-
-
-def _cut(output: RequestOutput, num_tokens: int, num_chars: int) -> tuple[RequestOutput, RequestOutput]:
-    """Return a round as two; the second has its figures, its end and what is left of its draft."""
-    first_trace = second_trace = output.trace
-    if output.trace is not None:
-        first_trace = RoundTrace(output.trace.texts[:num_tokens], [], [], [])
-        second_trace = _rest(output.trace, num_tokens)
-    logprobs = output.logprobs
-    first = replace(
-        output,
-        token_ids=output.token_ids[:num_tokens],
-        text=output.text[:num_chars],
-        logprobs=logprobs and logprobs[:num_tokens],
-        finish_reason=None,
-        stop_reason=None,
-        num_draft_tokens=0,
-        num_accepted_tokens=0,
-        num_predicted_tokens=0,
-        trace=first_trace,
-    )
-    second = replace(
-        output,
-        token_ids=output.token_ids[num_tokens:],
-        text=output.text[num_chars:],
-        logprobs=logprobs and logprobs[num_tokens:],
-        prompt_logprobs=output.prompt_logprobs if num_tokens == 0 else None,
-        num_accepted_tokens=max(0, output.num_accepted_tokens - num_tokens),
-        trace=second_trace,
-    )
-    return first, second
-
-
-def _rest(trace: RoundTrace, num_tokens: int) -> RoundTrace:
-    """Return what is left of a round after some of its tokens: of the draft, what is below the last of them."""
-    texts, path = trace.texts[num_tokens:], trace.path
-    if num_tokens > len(path):
-        return RoundTrace(texts, [], [], [])
-    places = {path[num_tokens - 1] if num_tokens else -1: -1}
-    for node, parent in enumerate(trace.parents):
-        if parent in places:
-            places[node] = len(places) - 1
-    nodes = list(places)[1:]
-    draft = [trace.draft_token_ids[node] for node in nodes]
-    return RoundTrace(
-        texts, [places[node] for node in path[num_tokens:]], draft, [places[trace.parents[node]] for node in nodes]
-    )

@@ -19,12 +19,12 @@ from ray.serve.handle import DeploymentHandle
 from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from deployments.anthropic.messages_writer import InputTokens, MessageBody, MessagesError, MessagesWriter
 from deployments.config import IngressConfig
-from deployments.guard.admission import Admission, current_owner, owned_salt, submitted
+from deployments.guard.admission import Admission
 from deployments.ingress.answer import Answer
 from deployments.ingress.draining import end_at_shutdown
-from deployments.ingress.event_ids import LastEventId, event_ids
+from deployments.ingress.event_ids import event_ids
 from deployments.ingress.health import Health, add_health_routes, health_of
-from deployments.ingress.routes import answers, json_response, make_api
+from deployments.ingress.routes import Arrival, Arrived, answers, json_response, make_api
 from deployments.ingress.server_info import ModelCard, ModelList, Version, announcement, fingerprint, version_of
 from deployments.observe.logs import in_background, limited_start, set_log_format
 from deployments.observe.metrics import ReplicaMetrics, exposition, in_scope
@@ -129,7 +129,7 @@ class Ingress:
             raise CapacityError("the models are still being loaded")
         return self._serving.result()
 
-    async def completions(self, request: CompletionRequest, last_event_id: LastEventId = None) -> Response:
+    async def completions(self, request: CompletionRequest, arrival: Arrived) -> Response:
         """Continue a prompt."""
         limits = (await self._served(request.model)).limits
         params = sampling_params(request, limits, max_n=self.config.limits.max_n)
@@ -138,20 +138,20 @@ class Ingress:
         echoed = prompts if request.echo else []
         echoes = [await self._encoder.decode_tokens(prompt, skip_special_tokens=True) for prompt in echoed]
         reply = await self._reply("cmpl-", prompts, request, limits)
-        return await self._answer(CompletionWriter(reply, request, echoes), params, source, last_event_id)
+        return await self._answer(CompletionWriter(reply, request, echoes), params, source, arrival)
 
-    async def chat_completions(self, request: ChatCompletionRequest, last_event_id: LastEventId = None) -> Response:
+    async def chat_completions(self, request: ChatCompletionRequest, arrival: Arrived) -> Response:
         """Answer a conversation."""
-        return await self._converse(request, "chatcmpl-", ChatWriter, last_event_id)
+        return await self._converse(request, "chatcmpl-", ChatWriter, arrival)
 
-    async def responses(self, request: ResponsesRequest, last_event_id: LastEventId = None) -> Response:
+    async def responses(self, request: ResponsesRequest, arrival: Arrived) -> Response:
         """Answer a conversation, in OpenAI's newer form."""
         writer = partial(ResponsesWriter, responses_request=request)
-        return await self._converse(request, "resp_", writer, last_event_id)
+        return await self._converse(request, "resp_", writer, arrival)
 
-    async def messages(self, request: MessagesRequest, last_event_id: LastEventId = None) -> Response:
+    async def messages(self, request: MessagesRequest, arrival: Arrived) -> Response:
         """Answer a conversation, in Anthropic's form."""
-        return await self._converse(request, "msg_", MessagesWriter, last_event_id)
+        return await self._converse(request, "msg_", MessagesWriter, arrival)
 
     async def count_tokens(self, request: CountTokensRequest) -> Response:
         """Return the number of tokens of a conversation in Anthropic's form."""
@@ -233,7 +233,7 @@ class Ingress:
         request: ChatCompletionRequest | ResponsesRequest | MessagesRequest,
         prefix: str,
         writer: Callable[..., Writer],
-        last_event_id: str | None,
+        arrival: Arrival,
     ) -> Response:
         """Answer a request that is a chat completion request, or becomes one; errors name the request's own fields."""
         limits = (await self._served(request.model)).limits
@@ -251,7 +251,7 @@ class Ingress:
             if form is not None:
                 params = replace(params, mark_token_ids=list(form.mark_token_ids))
                 source = source and replace(source, thoughts=form.thoughts_after(end))
-            return await self._answer(answer, params, source, last_event_id)
+            return await self._answer(answer, params, source, arrival)
         except RequestError as error:
             raise renamed(error, request.CHAT_FIELDS) from error
 
@@ -269,17 +269,18 @@ class Ingress:
         )
 
     async def _answer(
-        self, writer: Writer, params: SamplingParams, source: GrammarSource | None, last_event_id: str | None
+        self, writer: Writer, params: SamplingParams, source: GrammarSource | None, arrival: Arrival
     ) -> Response:
         """Submit a request, whose text will match `source`, and answer it, after the event that the client had last."""
-        request = writer.request
-        salt = request.cache_salt if self.config.share_between_keys else owned_salt(request.cache_salt)
+        request, owner, salt = writer.request, arrival.preparation.owner, writer.request.cache_salt
+        if owner and not self.config.share_between_keys:
+            salt = f"{owner}/{salt or ''}"  # which requests of other owners cannot have
         if source is not None:
             params = replace(params, grammar=await self._compiler.compile(source, salt))
-        ids, seed = event_ids(writer, params, last_event_id, is_seeded=self.config.verification in SEEDED_RULES)
+        ids, seed = event_ids(writer, params, arrival.last_event_id, is_seeded=self.config.verification in SEEDED_RULES)
         generation = Generation(
             # Not that of the answer, which another Ingress may have begun.
-            request_id=secrets.token_hex(16) if last_event_id else writer.reply.id,
+            request_id=secrets.token_hex(16) if arrival.last_event_id else writer.reply.id,
             prompts=writer.reply.prompts,
             params=params,
             timeout_s=self.config.limits.request_timeout_s,
@@ -290,8 +291,8 @@ class Ingress:
             traceparent=traceparent(),
             predicted_token_ids=writer.reply.predicted_token_ids,
             priority=request.priority or 0,
-            owner=current_owner(),
+            owner=owner,
         )
         outputs = self._routers.generate(generation)
-        submitted()
+        self.admission.submitted(arrival.preparation)
         return await Answer(writer, outputs, ids, hides_token=request.max_tokens == 0).begin()

@@ -1,4 +1,4 @@
-"""Program `haproxy_launcher.py HAPROXY ANSWER -f CONFIG ...`: complete Serve's configuration, and be HAProxy.
+"""Program `haproxy_launcher.py HAPROXY -f CONFIG ...`: complete Serve's configuration, and be HAProxy.
 
 Serve (2.60) has no setting for any of this:
 
@@ -38,18 +38,19 @@ CHANGES = (
     ("\nfrontend http_frontend\n", "\n    ".join(("\nfrontend http_frontend", *REQUEST_IDS, NO_APPLICATION)) + "\n"),
     ("\nbackend default_backend\n", "\nbackend default_backend\n    http-request deny deny_status 503\n"),
 )
-"""Texts that Serve's configuration contains once, and their replacements."""
-
-
-class TemplateError(Exception):
-    """Serve's configuration lacks a line that this program changes; it comes from another Ray release."""
+"""Texts that Serve's configuration contains once, and their replacements; other releases of Ray may lack them."""
+MESSAGE = "no replica is ready, or the one that handled this request was lost; try again"
+BODY = f'{{"error": {{"message": "{MESSAGE}", "type": "server_error", "param": null, "code": "unavailable"}}}}'
+HEAD = f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\nRetry-After: 1"
+ANSWER = f"HTTP/1.1 503 Service Unavailable\r\n{HEAD}\r\n\r\n{BODY}".encode()
+"""What HAProxy answers by itself to an HTTP request."""
 
 
 def complete(config: str) -> str:
-    """Return Serve's configuration with the missing lines; raise TemplateError if a line to change is missing."""
+    """Return Serve's configuration with the missing lines; raise ValueError if a line to change is missing."""
     for text, replacement in CHANGES:
         if config.count(text) != 1:
-            raise TemplateError(f"Serve's configuration has {text!r} {config.count(text)} times instead of once")
+            raise ValueError(f"Serve's configuration has {text!r} {config.count(text)} times instead of once")
         config = config.replace(text, replacement)
     return config
 
@@ -66,11 +67,11 @@ def end_with_parent() -> None:
 def main() -> None:
     """Replace this process by HAProxy, which Serve watches by its process id."""
     end_with_parent()
-    haproxy, answer, *arguments = sys.argv[1:]
+    haproxy, *arguments = sys.argv[1:]
     config = Path(arguments[arguments.index("-f") + 1])
     config.write_text(complete(config.read_text()))
     # Serve's configuration names this file for every status that HAProxy answers with by itself.
-    config.with_name("500.http").write_bytes(Path(answer).read_bytes())
+    config.with_name("500.http").write_bytes(ANSWER)
     os.execv(haproxy, [haproxy, "-dS", *arguments])
 
 

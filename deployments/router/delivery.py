@@ -95,7 +95,6 @@ class Delivery(Outbox):
         super().__init__(address, self._fail_streams)
         self.has_requested = False
         self._streams: dict[Stream, None] = {}
-        self._payloads: list[bytes] = []
         self._last_report: Report | None = None
         self._reported_at = 0.0
 
@@ -139,19 +138,7 @@ class Delivery(Outbox):
 
     def deliver(self, message: Message) -> None:
         """Send a message together with the others of this turn of the event loop."""
-        payload = encode(message)
-        if not self._payloads:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._payloads.append(payload)
-
-    def close(self) -> None:
-        """Close the connection once everything has been sent."""
-        self._flush()
-        super().close()
-
-    def _flush(self) -> None:
-        payloads, self._payloads = self._payloads, []
-        self.post(payloads)
+        self.post(encode(message))
 
     def _fail_streams(self, reason: str) -> None:
         for stream in self._streams:

@@ -12,9 +12,10 @@ import ray
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray import serve
 
-from cluster.config import GroupConfig
+from cluster.config import GroupConfig, suited_to_models
 from cluster.leases import Lease
-from cluster.workers.pool_worker import PoolWorker
+from cluster.placement import settle_shared
+from cluster.workers.draft_worker import DraftWorker
 from deployments.observe.logs import in_background, limited_start, set_log_format
 from deployments.observe.metrics import ReplicaMetrics
 from deployments.ray_internals import bind_replica
@@ -22,7 +23,10 @@ from deployments.routing.client import ask_all
 from deployments.wire import ANSWER_S, UTILISATION
 from engine.config import ModelConfig
 from engine.errors import TargetError
+from engine.models.registry import open_model
 
+GROUPS_PER_WORKER = 4
+"""A pass has room for the rows of so many groups, and the cache for their contexts of full length, at most."""
 BALANCE_PERIOD_S = 30.0
 """How often, on average, a worker compares its leases with those of the others."""
 
@@ -46,10 +50,8 @@ class Drafts:
         self._target = config.target
         context = serve.get_replica_context()
         self._id, self._all = context.replica_tag, serve.get_deployment_handle(context.deployment, context.app_name)
-        host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        self._worker = PoolWorker(config, self._id, host=host, node_id=node_id)
         with limited_start(config.start_timeout_s):
-            await asyncio.to_thread(self._worker.load)
+            self._worker = await asyncio.to_thread(_loaded, config, self._id)
         self._serving = in_background(asyncio.to_thread(self._worker.serve), name="drafts")
         self._balancing = in_background(self._keep_balanced(), name="balance leases")
 
@@ -105,6 +107,16 @@ class Drafts:
         self._worker.close()
 
 
+def _loaded(config: GroupConfig, worker: str) -> DraftWorker:
+    assert config.draft is not None
+    target, draft = open_model(config.target), open_model(config.draft)
+    has_gpu = bool(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+    config = settle_shared(suited_to_models(config, target, draft), has_gpu=has_gpu, num_cores=os.cpu_count() or 1)
+    loaded = DraftWorker(config, worker, max_groups=GROUPS_PER_WORKER)
+    loaded.load()
+    return loaded
+
+
 class ServeLeases:
     """The draft pool, as a Router sees it. Every worker is asked, because Serve's queues do not show long leases."""
 
@@ -124,6 +136,6 @@ class ServeLeases:
             reasons += [str(answer) for answer in answers if answer is not None]
         raise TargetError(reasons[-1])
 
-    async def kill(self, lease: Lease | None) -> bool:
+    async def kill(self, lease: Lease) -> bool:
         """Kill the worker of a lease; return whether there is one."""
-        return lease is not None and True in await ask_all(self._drafts, "kill", lease.worker)
+        return True in await ask_all(self._drafts, "kill", lease.worker)

@@ -58,17 +58,17 @@ class Router:
     ) -> None:
         """Place and load the group, as `SpeculationGroup.start` does; `drafts` is the draft pool's handle."""
         self._exit = AsyncExitStack()
-        self._leases = None if drafts is None else ServeLeases(drafts, pool_config(config).target)
         set_log_format(config.log_format)
         bind_replica()
+        leases = None if drafts is None else ServeLeases(drafts, pool_config(config).target)
         with limited_start(config.start_timeout_s):
-            await self._start(config)
+            await self._start(config, leases)
 
-    async def _start(self, settings: GroupConfig) -> None:
+    async def _start(self, settings: GroupConfig, leases: ServeLeases | None) -> None:
         started = time.monotonic()
         draft = settings.target.head or (settings.draft.path if settings.draft else "(none)")
         logger.info("loading the target %s and the draft %s", settings.target.path, draft)
-        self._group = await SpeculationGroup.start(settings, self._leases)
+        self._group = await SpeculationGroup.start(settings, leases)
         self._exit.push_async_callback(self._group.stop)
         target = self._group.target_info
         self._engine = Engine(
@@ -142,11 +142,9 @@ class Router:
         return ReplicaMetrics(self._id, self._metrics.collect())
 
     async def kill(self, process: str) -> bool:
-        """Kill this process (router), or a worker's (draft, target), also of a pool; return whether there is one."""
-        if process == "draft" and self._leases is not None:
-            return await self._leases.kill(self._group.lease)
+        """Kill this process (router), or a worker's (draft, target); return whether there is one."""
         if process != "router":
-            return self._group.kill(process)
+            return await self._group.kill(process)
         asyncio.get_running_loop().call_later(ANSWER_S, os.kill, os.getpid(), signal.SIGKILL)
         return True
 

@@ -11,7 +11,7 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from cluster.transport import Inbox
+from cluster.transport import InboxAddress, open_inbox
 from deployments.observe.logs import in_background
 from deployments.observe.metrics import IngressMetrics, ReplicaMetrics
 from deployments.ray_internals import base_url, replica_calls
@@ -49,7 +49,8 @@ class ServeRouters:
         self._target_id = target
         self._metrics = IngressMetrics()
         self._capacity: int | None = None
-        self._inbox: Inbox
+        self._inbox: asyncio.Server
+        self._address: InboxAddress
         self._streams: dict[str, ResumableStream] = {}
         self._shutdown: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -62,7 +63,7 @@ class ServeRouters:
         Routers run until new ones are ready. `has_pool` says that there is a draft pool, which has metrics, too.
         """
         routers = cls(handle, target, has_pool=has_pool)
-        routers._inbox = await Inbox.open(host, routers._deliver)
+        routers._inbox, routers._address = await open_inbox(host, routers._deliver)
         routers._tasks = [
             in_background(routers._keep_subscribed(), name="subscribe to Routers"),
             in_background(routers._keep_moving(), name="move waiting requests"),
@@ -87,7 +88,7 @@ class ServeRouters:
     def _submit(self, request: Generation, stream: ResumableStream) -> "RouterCall":
         LOADS.begin(request.request_id, request.num_unfinished)  # before Serve chooses a Router
         try:
-            response = self._generate.remote(request, self._inbox.address)
+            response = self._generate.remote(request, self._address)
         except Exception:
             LOADS.end(request.request_id)
             raise
@@ -109,7 +110,7 @@ class ServeRouters:
         while True:
             await asyncio.sleep(SUBSCRIBE_PERIOD_S)
             if LOADS.is_one_silent:
-                await ask_all(self._handle, "subscribe", self._inbox.address)
+                await ask_all(self._handle, "subscribe", self._address)
 
     async def _keep_moving(self) -> None:
         while True:

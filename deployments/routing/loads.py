@@ -1,4 +1,4 @@
-"""RouterLoads: the load of each Router: its last report, plus this Ingress's requests since; and the choice by it.
+"""RouterLoads: the load of each Router: its last report, plus this Ingress's requests since; and their ranking.
 
 Reports come every tenth of a second, and include the requests of other Ingress replicas.
 """
@@ -9,13 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deployments.routing.moving import Queue
 from deployments.routing.prefixes import PrefixHolders
-from deployments.wire import HEARTBEAT_S, Generation, Report, retry_after_s
+from deployments.wire import HEARTBEAT_S, Report, retry_after_s
 
 BELIEVED_S = 5 * HEARTBEAT_S
 """How old a report may be. After that, only the requests that this Ingress has sent are known of the Router."""
@@ -166,53 +163,4 @@ class RouterLoads:
 
 
 LOADS = RouterLoads()
-"""Process-wide, because Serve makes the request router from its pickled class, which no object can be handed to."""
-
-
-class QueueDepthRouter(RequestRouter):
-    """Serve's choice of a Router: one that holds the prompt's prefix, or has the shorter queue, by sequences."""
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """Return two replicas, the better one first; Serve uses the second if the first cannot be reached."""
-        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        requests = _requests(pending_request)
-        refusing = {name for request in requests for name in request.refused_by}
-        prefixes = next((request.prefixes for request in requests if not request.has_moved), ())
-        names = _loads().ranked([name for name in replicas if name not in refusing] or [*replicas], prefixes)
-        if names:
-            self._assign(pending_request, names[0])  # at once: others are chosen before Serve has sent this one
-        return [[replicas[name]] for name in names]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Count a request at the replica that it was sent to."""
-        self._assign(pending_request, replica_id.unique_id)
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Set the running replicas."""
-        _loads().set_routers(replica.replica_id.unique_id for replica in replicas)
-        super().update_replicas(replicas)
-
-    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Drop a dead replica before Serve's controller does."""
-        _loads().set_routers(_loads().routers - {replica_id.unique_id})
-        super().on_replica_actor_died(replica_id)
-
-    @staticmethod
-    def _assign(pending_request: PendingRequest | None, router: str) -> None:
-        for request in _requests(pending_request):
-            _loads().assign(request.request_id, router)
-
-
-def _requests(pending_request: PendingRequest | None) -> list[Generation]:
-    """Return the request in a call's arguments; calls of `describe` have none."""
-    arguments = [] if pending_request is None else pending_request.args
-    return [argument for argument in arguments if isinstance(argument, Generation)]
-
-
-def _loads() -> Any:
-    """Return LOADS itself: Serve sends the class above with copies of all variables of this module that it uses."""
-    from deployments.routing.loads import LOADS
-
-    return LOADS
+"""Of this process: Serve makes `choice.QueueDepthRouter` from its pickled class, which no object can be handed to."""

@@ -1,7 +1,7 @@
 """The backend registry: the backend of a device, and a survey of its memory."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -31,9 +31,9 @@ def make_backend(
     """Return the backend of a loaded model's device; `invariant` and `branches` are those of `CudaBackend`.
 
     Raises:
+        ConfigError: the environment names no function.
         ModelError: a trial pass fails, because the model cannot be served or does not fit into memory.
     """
-    wrap = _wrapper()
     if model.device.type == "cpu":
         from engine.execution.cpu.cpu_backend import CpuBackend
 
@@ -44,16 +44,10 @@ def make_backend(
         backend = make_cuda_backend(
             model, source.config, engine or EngineConfig(), invariant=invariant, branches=branches
         )
-    return wrap(backend)
-
-
-def _wrapper() -> Callable[[Backend], Backend]:
-    """Return the function that the environment names, else the identity; raise ConfigError if there is none."""
-    name = os.environ.get(WRAPPER)
-    if not name:
-        return lambda backend: backend
-    wrapper: Callable[[Backend], Backend] = import_named(WRAPPER, name)
-    return wrapper
+    if name := os.environ.get(WRAPPER):
+        wrapped: Backend = import_named(WRAPPER, name)(backend)
+        return wrapped
+    return backend
 
 
 @names_model

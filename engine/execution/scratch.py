@@ -5,6 +5,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 CACHE_VARIABLE = "PACELINE_CACHE_DIR"
 
 
@@ -22,7 +24,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     prefix = f"paceline-{_process_namespace()}-"
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         process_id = folder.name.removeprefix(prefix).partition("-")[0]
-        if process_id.isdigit() and not _is_alive(int(process_id)):
+        if process_id.isdigit() and not psutil.pid_exists(int(process_id)):
             shutil.rmtree(folder, ignore_errors=True)
     return tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", ignore_cleanup_errors=True)
 
@@ -33,13 +35,3 @@ def _process_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:  # not Linux
         return 0
-
-
-def _is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

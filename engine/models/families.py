@@ -1,7 +1,7 @@
 """Families: reads configurations, and tells which architectures of transformers are served and why others are not.
 
 Rules decide: the task that transformers has an architecture for, its kinds of layers, and whether its attention can be
-replaced. Names are for what no rule sees. `python -m tests.families` writes the table in deployments/README.md.
+replaced. Names are for what no rule sees. `python -m tests.families` writes the table in deployments/docs/families.md.
 """
 
 import functools

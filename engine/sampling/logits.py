@@ -1,4 +1,4 @@
-"""Applies sampling parameters to logits and draws tokens, at every draft position; nothing else does.
+"""Applies sampling parameters to logits and draws tokens, at every draft position.
 
 All verification rules and drafters use these functions, so draft and target logits are shaped alike. The order is
 vLLM's: logit_bias, min_tokens and grammar, penalties, temperature, min_p, top_k, top_p. Penalties and grammar of a row
@@ -17,7 +17,7 @@ from engine.protocols import Request
 from engine.sampling import noise
 from engine.sampling.grammar import Matcher
 from engine.sampling.noise import Draws
-from engine.sampling.row_shaping import penalise
+from engine.sampling.row_shaping import penalise, scale
 from engine.sampling.top_tokens import copied, keep_top
 
 
@@ -79,11 +79,12 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
             forbid(rows, run.matcher.masks(run.request.output, run.paths))
     if any(run.params.has_penalties for run in runs):
         _penalise(logits, runs)
+    temperature = min_p = None
     if any(0 < run.params.temperature != 1 for run in runs):
-        logits.div_(_column(runs, logits, lambda params: params.temperature or 1.0))
+        temperature = _column(runs, logits, lambda params: params.temperature or 1.0)
     if any(run.params.min_p > 0 for run in runs):
-        floor = logits.amax(-1, keepdim=True) + _column(runs, logits, lambda params: params.min_p).log()
-        logits.masked_fill_(logits < floor, float("-inf"))
+        min_p = _column(runs, logits, lambda params: params.min_p)
+    scale(logits, temperature, min_p)
     if any(run.params.top_k > 0 or run.params.top_p < 1 for run in runs):
         keep_top(logits, [run.params for run in runs for _ in run.depths])
     return logits

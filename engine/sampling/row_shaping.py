@@ -1,6 +1,7 @@
 """RowShaping: sampling parameters as tensors, applied without looking at them, so that a CUDA graph can record it.
 
-The result is that of `logits.shape`. A grammar has no such tensors: its masks depend on tokens and come from the host.
+`logits.shape` leaves out the steps that no row needs, and computes the others with the functions of this file. A
+grammar has no such tensors: its masks depend on tokens and come from the host.
 """
 
 from collections.abc import Sequence
@@ -75,8 +76,8 @@ def shaped(logits: Tensor, rows: RowShaping, counts: Tensor, draw: int) -> Tenso
     """
     temperature, min_p, top_p, top_k, *penalties = torch.split(rows.numbers, 1, -1)
     logits = logits.scatter_add(-1, rows.biased_ids.long(), torch.where(rows.num_biased > draw, rows.biases, 0.0))
-    logits = penalise(logits, counts > 0, counts & (_IN_PROMPT - 1), *penalties) / temperature
-    logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log(), float("-inf"))
+    logits = penalise(logits, counts > 0, counts & (_IN_PROMPT - 1), *penalties)
+    scale(logits, temperature, min_p)
     return top(logits, top_k.long(), top_p, logits.shape[-1])[0]
 
 
@@ -86,3 +87,11 @@ def penalise(
     """Return logits with penalties, [n, 1] each, for tokens `seen` in prompt or output and `counts` in the output."""
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - frequency * counts - presence * (counts > 0)
+
+
+def scale(logits: Tensor, temperature: Tensor | None, min_p: Tensor | None) -> None:
+    """Divide by the temperatures and forbid tokens below min_p, in place; [n, 1] each, None where no row needs it."""
+    if temperature is not None:
+        logits.div_(temperature)
+    if min_p is not None:
+        logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + min_p.log(), float("-inf"))

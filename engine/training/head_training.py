@@ -35,7 +35,7 @@ from engine.training.distill import (
     mixed_batches,
 )
 from engine.training.loop import Plan, Task, autocast, make_optimizers, train
-from engine.training.measured_acceptance import Acceptance, Continuations, DraftAcceptance, acceptance_table, draw
+from engine.training.measured_acceptance import Acceptance, Continuations, acceptance_table, draw
 from engine.training.new_head import HeadShape, make_head, save_head, start_from
 from engine.training.small_model import load_model
 
@@ -104,8 +104,9 @@ def train_head(
         counts = torch.bincount(text, minlength=target.config.vocab_size)
         head = nn.Module.to(make_head(options.shape, target, counts, like), device)
         if like is not None:
-            rows = min(_START_ROWS, len(text) // options.length)
-            start_from(head, like, target, text[: rows * options.length].view(rows, -1).to(device))
+            length = min(options.length, len(text))
+            rows = min(_START_ROWS, len(text) // length)
+            start_from(head, like, target, text[: rows * length].view(rows, length).to(device))
     head.requires_grad_(True).train()
     for shared in (head.embed_tokens, head.lm_head):
         shared.requires_grad_(False)
@@ -251,4 +252,4 @@ def head_acceptance(head: Head, target: PreTrainedModel, continuations: Continua
         logits = unroll(head, ids[None], taps, starts[None], k).logits.flatten(0, 2)
         drawn = draw(logits, continuations.temperature, [seed] * len(places), places.tolist())
         rows.append((drawn == ids[places]).view(-1, k).long().cumprod(-1).sum(-1).tolist())
-    return DraftAcceptance(rows)
+    return Acceptance(rows, reach=k)

@@ -8,7 +8,9 @@ rounds, for every k, exactly as the engine would.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Self
 
 import torch
 from rich.table import Table
@@ -34,9 +36,21 @@ def check_same_vocabulary(target_folder: Path, draft_folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """For each continuation, whether draft and target drew the same token at each position."""
+    """How many tokens of a draft from each place of some continuations on would be accepted.
 
-    agreements: Sequence[Sequence[int]]
+    Attributes:
+        lengths: per continuation and place.
+        reach: tokens that are judged after each place; the last places of a continuation have no more.
+    """
+
+    lengths: Sequence[Sequence[int]]
+    reach: int = 1
+
+    @classmethod
+    def of_agreements(cls, agreements: Sequence[Sequence[bool]]) -> Self:
+        """Return the acceptance of drafts that agree with each continuation at these places."""
+        runs = [accumulate(reversed(row), lambda run, agrees: (run + 1) * agrees, initial=0) for row in agreements]
+        return cls([[*run][:0:-1] for run in runs])
 
     def accepted_lengths(self, k: int) -> list[int]:
         """Return the number of accepted draft tokens of each round.
@@ -44,10 +58,10 @@ class Acceptance:
         A last round that the end of the text cuts short does not count.
         """
         accepted = []
-        for row in self.agreements:
+        for row in self.lengths:
             start = 0
-            while start + k <= len(row):
-                accepted.append([*row[start : start + k], False].index(False))
+            while start < min(len(row), len(row) + self.reach - k):
+                accepted.append(min(k, row[start]))
                 start += accepted[-1] + 1
         return accepted
 
@@ -61,29 +75,8 @@ class Acceptance:
         return 1.0 + sum(self.per_position(k))
 
     def rate(self) -> float:
-        """Return the share of positions where both drew the same token: alpha of Leviathan et al."""
-        return sum(map(sum, self.agreements)) / max(1, sum(map(len, self.agreements)))
-
-
-class DraftAcceptance(Acceptance):
-    """For each continuation, how many tokens of the draft after each of its tokens were accepted.
-
-    `agreements` holds numbers, which are 0 or 1 of drafts of one token.
-    """
-
-    def accepted_lengths(self, k: int) -> list[int]:
-        """Return the number of accepted draft tokens of each round; see `Acceptance`."""
-        accepted = []
-        for row in self.agreements:
-            start = 0
-            while start < len(row):
-                accepted.append(min(k, int(row[start])))
-                start += accepted[-1] + 1
-        return accepted
-
-    def rate(self) -> float:
-        """Return the share of places where a draft's first token was accepted."""
-        return sum(bool(kept) for row in self.agreements for kept in row) / max(1, sum(map(len, self.agreements)))
+        """Return the share of places where both drew the same token: alpha of Leviathan et al."""
+        return sum(length > 0 for row in self.lengths for length in row) / max(1, sum(map(len, self.lengths)))
 
 
 def acceptance_table(measured: Mapping[float, Acceptance], k: int, title: str) -> Table:
@@ -123,7 +116,7 @@ class Continuations:
             logits = draft(input_ids=ids[None, :-1].to(draft.device), use_cache=False).logits[0, begin - 1 :]
             drawn = draw(logits, self.temperature, [seed] * (len(ids) - begin), range(begin, len(ids)))
             rows.append((drawn.to(ids.device) == ids[begin:]).tolist()[: end - begin])
-        return Acceptance(rows)
+        return Acceptance.of_agreements(rows)
 
     def texts(self) -> Iterator[tuple[Tensor, int, int]]:
         """Yield each prompt's token ids with its continuation, and where the continuation begins and ends."""

@@ -1,8 +1,7 @@
 """python -m tests.bench COMMAND: how fast Paceline is, and where the time goes.
 
 compare   every way to decode the same prompts, at batch 1 and 8, T = 0 and 0.7 (also `make bench JSON=path`)
-profile   what the parts of a round cost, in process and served
-methods   every drafting method with every verification rule, by domain of text, and transformers' own methods;
+methods   every drafting method with every verification rule, by domain of text;
           --large: on a target of 0.4 billion weights that writes the same text
 paced     passes take as long as on named GPUs: what a round takes besides its passes, and what drafts gain
 twin      the same groups in virtual time: up to 256 rows, overlaps of draft and target, draft pools, mixed loads
@@ -35,13 +34,12 @@ from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting,
 from engine.errors import PacelineError
 from tests.bench.abuse import abuse
 from tests.bench.compare import CELLS, compile_models, show, write
-from tests.bench.methods.comparison import Selection, methods, show_parts
+from tests.bench.methods.comparison import Selection, methods
 from tests.bench.paced.comparison import paced
 from tests.bench.paced.roofline import PacedDevice
 from tests.bench.paced.virtual.commands import PAIRS, PARTS, twin
 from tests.bench.paced.virtual.measures import HIDDEN_ARMS
 from tests.bench.plan import accepted_of, plan, read_prices
-from tests.bench.profile import profile
 from tests.bench.turns import collect
 from tests.bench.workload import Cell, Setting, Workload, read_prompts
 
@@ -52,7 +50,6 @@ NAMES = ("transformers", "transformers-assisted")
 NAMES += ("engine-plain", "engine-speculative", "serve-plain", "serve-speculative")
 PEERS = ("vllm-plain", "vllm-speculative", "vllm-probabilistic")
 """In the environment that `make bench-peers` makes."""
-PLOTS = Path(__file__).parent / "plots"
 Command = Callable[[Namespace, Workload, Console], list[str]]
 
 
@@ -110,7 +107,6 @@ def parse(arguments: list[str]) -> Namespace:
     compare = add("compare", _compare)
     compare.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="these methods")
     compare.add_argument("--peers", action="store_true", help="vLLM, too (`make bench-peers`)")
-    add("profile", _profile)
     add("abuse", _abuse)
     arms_help = "plain, speculative, adaptive, fixed-K; with -run-ahead behind it, or run-ahead alone"
     paced = add("paced", _paced, num_tokens=256)
@@ -118,9 +114,8 @@ def parse(arguments: list[str]) -> Namespace:
     paced.add_argument("--streams", type=_integers, default=(1, 8, 64), help="concurrent streams, as 1,8,64")
     paced.add_argument("--arms", nargs="+", default=("plain", "speculative", "run-ahead"), help=arms_help)
     paced.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7, 1.0), help="as 0,0.7,1")
-    paced.add_argument("--png", type=Path, default=PLOTS / "paced.png", help="where the plot goes")
     virtual = commands.add_parser("twin", formatter_class=ArgumentDefaultsHelpFormatter)
-    virtual.set_defaults(run=lambda options, console: twin(options, console, PLOTS))
+    virtual.set_defaults(run=twin)
     virtual.add_argument("parts", nargs="+", choices=tuple(PARTS), help="what is measured")
     virtual.add_argument("--pairs", nargs="+", default=PAIRS, help="devices and models")
     virtual.add_argument("--rows", type=_integers, default=(1, 8, 32, 64, 256), help="requests of a group")
@@ -145,11 +140,9 @@ def parse(arguments: list[str]) -> Namespace:
     planned.add_argument("--pools", type=_integers, default=(1, 2, 4, 8), help="groups of one draft GPU")
     planned.add_argument("--tokens-per-s", type=float, help="of all replicas: how many are needed?")
     planned.add_argument("--json", type=Path, help="where the rows go")
-    planned.add_argument("--png", type=Path, help="where the plot goes")
     methods = add("methods", _methods, num_tokens=48)
     methods.add_argument("--head", type=Path, default=BUNDLED_HEAD, help="a trained head of the target")
     methods.add_argument("--large", action="store_true", help="on the large target")
-    methods.add_argument("--hybrid", action="store_true", help="with --large: half of its layers are linear layers")
     methods.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="who drafts")
     methods.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help="who verifies")
     methods.add_argument("--lengths", type=_integers, default=(2, 4, 8, 16), help="draft lengths, as 2,4,8,16")
@@ -158,8 +151,6 @@ def parse(arguments: list[str]) -> Namespace:
     methods.add_argument("--batch-sizes", type=_integers, default=(1, 8), help="as 1,8")
     methods.add_argument("--domains", nargs="+", default=[], help="these domains of text (default: all)")
     methods.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7), help="as 0,0.7")
-    methods.add_argument("--parts", nargs="+", type=Path, help="measure nothing, show these JSON files")
-    methods.add_argument("--png", type=Path, help="where the plot goes")
     is_command = arguments and (arguments[0] in commands.choices or arguments[0] in ("-h", "--help"))
     return parser.parse_args(arguments if is_command else ["compare", *arguments])
 
@@ -174,21 +165,12 @@ def _compare(options: Namespace, workload: Workload, console: Console) -> list[s
     return failures
 
 
-def _profile(options: Namespace, workload: Workload, console: Console) -> list[str]:
-    compile_models(workload, console)
-    profile(workload, console)
-    return []
-
-
 def _methods(options: Namespace, workload: Workload, console: Console) -> list[str]:
-    if options.parts:
-        show_parts(options.parts, console, json=options.json, png=options.png or PLOTS / "methods.png")
-        return []
     if any(method.startswith("head") for method in options.methods):
         workload = replace(workload, head=str(options.head))
     compile_models(workload, console)
     selection = Selection(**{field.name: getattr(options, field.name) for field in fields(Selection)})
-    methods(workload, selection, console, json=options.json, png=options.png)
+    methods(workload, selection, console, json=options.json)
     return []
 
 
@@ -197,14 +179,14 @@ def _paced(options: Namespace, workload: Workload, console: Console) -> list[str
         Setting.of(arm, workload.num_speculative_tokens)
     cells = [Cell(size, heat) for size in options.streams for heat in options.temperatures]
     workload = replace(workload, device="cpu", cells=cells)
-    return paced(workload, options.pair, options.arms, console, json=options.json, png=options.png)
+    return paced(workload, options.pair, options.arms, console, json=options.json)
 
 
 def _plan(options: Namespace, console: Console) -> list[str]:
     accepted, prices = accepted_of(options.acceptance, options.temperature), read_prices(options.prices)
     target, drafts = PacedDevice.of(options.target), list(map(PacedDevice.of, options.drafts))
-    sizes, files = (options.batch_sizes, options.pools), {"json": options.json, "png": options.png}
-    plan(target, drafts, accepted, prices, *sizes, options.tokens_per_s, console, **files)
+    sizes = options.batch_sizes, options.pools
+    plan(target, drafts, accepted, prices, *sizes, options.tokens_per_s, console, json=options.json)
     return []
 
 

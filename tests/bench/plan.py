@@ -11,15 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from json import dumps, loads
 from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from engine.errors import ConfigError
 from engine.protocols import Overlap
 from tests.bench.paced.roofline import CONTEXT, HARDWARE, HIT_RATE, PacedDevice, Pair
-from tests.load.picture import COLOURS, STYLE, save
 
 PRICES: Mapping[str, float] = {"b200": 5.5, "h200": 3.8, "h100": 3.0, "a100": 1.8, "l40s": 1.0, "l4": 0.7}
 """US dollars for a GPU and an hour. Examples: prices are yours to give."""
@@ -66,17 +63,15 @@ class Choice:
 def plan(
     target: PacedDevice, drafts: Sequence[PacedDevice], accepted: Sequence[float], prices: Mapping[str, float],
     batch_sizes: Sequence[int], pools: Sequence[int], wanted_per_s: float | None, console: Console,
-    *, json: Path | None = None, png: Path | None = None,
+    *, json: Path | None = None,
 ) -> None:  # fmt: skip
-    """Print every arm at every batch size, and write and draw them; arguments as of `choices`."""
+    """Print every arm at every batch size, and write them; arguments as of `choices`."""
     found = list(choices(target, drafts, accepted, prices, batch_sizes, pools, wanted_per_s))
     show(found, target.name, console)
     if json is not None:
         names = ("tokens_per_s_per_gpu", "dollars_per_million")
         rows = [asdict(choice) | {name: getattr(choice, name) for name in names} for choice in found]
         json.write_text(dumps(rows, indent=2) + "\n")
-    if png is not None:
-        draw(found, png)
 
 
 def pooled_round_s(pair: Pair, batch_size: int, k: int, overlap: Overlap, num_groups: int) -> tuple[float, float]:
@@ -211,27 +206,6 @@ def show(found: Sequence[Choice], target: str, console: Console) -> None:
             f"most tokens/s per GPU: {per_gpu.arm} {per_gpu.draft}; cheapest: {cheapest.arm} {cheapest.draft}"
         )
     console.print(f"a row hits {HIT_RATE:.0%} of prepared drafts; prices are yours to give (--prices)", highlight=False)
-
-
-@rc_context(STYLE)
-def draw(found: Sequence[Choice], png: Path) -> None:
-    """Draw tokens per second and GPU over the size of a pool, by batch size; dashed: without a draft."""
-    drafts = dict.fromkeys(choice.draft for choice in found if choice.arm.startswith("pool"))
-    picture = Figure(figsize=(3.4 * len(drafts) + 0.5, 3.0), layout="constrained")
-    panels = picture.subplots(1, len(drafts), squeeze=False, sharey=True)[0]
-    sizes = dict.fromkeys(choice.batch_size for choice in found)
-    for axes, draft in zip(panels, drafts, strict=True):
-        for size, colour in zip(sizes, COLOURS, strict=False):
-            plain = next(choice for choice in found if choice.batch_size == size)
-            pools = [one for one in found if (one.batch_size, one.draft) == (size, draft) and "pool" in one.arm]
-            ratios = [one.tokens_per_s_per_gpu / plain.tokens_per_s_per_gpu for one in pools]
-            axes.plot([one.num_groups for one in pools], ratios, "o-", color=colour, label=f"{size} requests a group")
-        axes.axhline(1.0, linestyle="--", color=COLOURS[-1], label="below: a draft does not pay")
-        axes.set(xlabel="groups of one draft GPU", title=draft)
-        axes.grid()
-    panels[0].set_ylabel("tokens/s per GPU,\nover no draft")
-    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    save(picture, png)
 
 
 def _gpu(device: PacedDevice) -> str:

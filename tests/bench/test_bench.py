@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.requests.detokenizer import Detokenizer
 from tests.bench import compare, turns
 from tests.bench.contestants import with_serve
-from tests.bench.figures import Batch, RoundSplit, Row, RunAhead, Timeline, row_of
-from tests.bench.profile import in_process
+from tests.bench.figures import Row
 from tests.bench.worker import Worker
-from tests.bench.workload import Cell, Workload
-from tests.deployments.conftest import model_dir, tokenizer  # noqa: F401
-from tests.load.records import Acceptance
+from tests.bench.workload import Workload
 
 IN_PROCESS = ("transformers", "transformers-assisted", "engine-plain", "engine-speculative")
 
@@ -51,34 +47,6 @@ def test_every_method_in_this_process_fills_its_rows(workload: Workload, console
     compare.write(rows, tmp_path / "rows.json")
     written: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
     assert [Row(**row) for row in written] == rows
-
-
-def test_a_profile_names_the_parts_and_leaves_no_trace(workload: Workload, console: Console) -> None:
-    append = Detokenizer.append
-    in_process(workload, console)
-    assert "verify: forward pass" in printed(console)
-    assert "detokenizing" in printed(console)
-    assert Detokenizer.append is append
-
-
-def test_a_row_is_what_its_batches_become(workload: Workload) -> None:
-    def batch(scale: float) -> Batch:
-        timelines = [Timeline(0.0, [first * scale, 9.0 * scale]) for first in (1.0, 3.0)]
-        split = RoundSplit(4, 8.0 * scale, 4.0 * scale, 2.0 * scale, 0.5 * scale, 0.25 * scale)
-        ahead = RunAhead(6, 2, 3, 1, 0.5, 2.0 * scale)
-        return Batch(10.0 * scale, timelines, Acceptance(4, 16, 2), split, ahead, {"Router": scale})
-
-    row = row_of("serve-run-ahead", 4, workload, Cell(2, 0.7), [batch(1.0), batch(1.0), batch(2.0)])
-    assert row.tokens_per_s_by_turn == [0.8, 0.8, 0.4]
-    assert (row.round_ms, row.target_ms, row.draft_ms, row.wire_ms, row.delivery_ms) == (8e3, 4e3, 2e3, 500, 250)
-    assert (row.round_overhead_ms, row.scheduling_ms) == (2e3, 1250)
-    assert (row.ttft_ms, row.ttft_last_ms) == (2500, 3000)
-    assert (row.hit_rate, row.hit_rounds) == (0.75, 0.75)
-    assert row.hit_wait_ms == pytest.approx(1.5e3 / 9)
-    assert row.miss_wait_ms == pytest.approx(8e3 / 3)
-    assert row.cpu_us == {"Router": 1e6 / 8}
-    # Three tokens of each of two requests after the first ones, 1.5 of them per request and round.
-    assert row.rows_per_round == pytest.approx(2 * 3 / 1.5 / 4)
 
 
 @pytest.mark.long

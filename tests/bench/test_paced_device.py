@@ -15,23 +15,19 @@ from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from tests.bench.paced.roofline import Work
 from tests.bench.paced_device import PacedBackend, environment
-from tests.fakes import LawBackend
+from tests.fakes import Clock, LawBackend
 
 PASS_S = 0.005
 SLEEP_S = 55e-6
 """How late a sleep ends."""
 
 
-class Clock:
+class SleepingClock(Clock):
     """A clock that runs while somebody computes or sleeps; each look at it takes a microsecond."""
 
     def __init__(self):
-        self.now = 100.0
+        super().__init__(100.0, tick=1e-6)
         self.slept = []
-
-    def __call__(self):
-        self.now += 1e-6
-        return self.now
 
     def sleep(self, seconds):
         self.slept.append(seconds)
@@ -72,7 +68,7 @@ def batch(*rows):
 
 
 def test_a_pass_takes_the_devices_time_its_compute_included():
-    clock = Clock()
+    clock = SleepingClock()
     backend, _ = paced(clock)
     started = clock.now
     backend.run(batch())
@@ -85,7 +81,7 @@ def test_a_pass_takes_the_devices_time_its_compute_included():
 
 
 def test_passes_queue_on_the_device_and_the_hosts_work_between_them_costs_nothing():
-    clock = Clock()
+    clock = SleepingClock()
     backend, _ = paced(clock)
     started = clock.now
     for _ in range(3):
@@ -96,7 +92,7 @@ def test_passes_queue_on_the_device_and_the_hosts_work_between_them_costs_nothin
 
 
 def test_compute_that_does_not_fit_is_counted_said_and_takes_its_time(caplog):
-    clock = Clock()
+    clock = SleepingClock()
     backend, _ = paced(clock, compute_s=0.008)
     started = clock.now
     with caplog.at_level(logging.WARNING, logger="tests.bench.paced_device"):
@@ -110,7 +106,7 @@ def test_compute_that_does_not_fit_is_counted_said_and_takes_its_time(caplog):
 
 
 def test_the_device_is_told_the_work_of_the_batch():
-    clock = Clock()
+    clock = SleepingClock()
     backend, device = paced(clock)
     long = ForwardRow(list(range(20)), 0, [2, 3], 1)
     backend.run(batch(ForwardRow([1, 2], 5, [1], 2), ForwardRow([3, 4], 9, [4], 2), long))

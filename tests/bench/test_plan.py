@@ -1,14 +1,10 @@
 """The plan: choices by hand, its pools, what it refuses, and the command."""
 
-import json
-from pathlib import Path
-
 import pytest
-from rich.console import Console
 
 from tests.bench.paced.datasheet import PASS_S, Hardware, Model
 from tests.bench.paced.roofline import HIT_RATE, PacedDevice, Pair
-from tests.bench.plan import choices, plan, pooled_round_s
+from tests.bench.plan import choices, pooled_round_s
 
 PRICE = {"h100": 3.0, "l4": 0.6}
 
@@ -55,12 +51,3 @@ def test_as_many_groups_share_a_pass_as_wait_at_the_same_time() -> None:
     assert pooled_round_s(pair, 8, 1, "none", 1) == (pytest.approx(0.012, rel=0.003), 1.0)
     # Two proposals for half of the rows in 20 ms, 1 ms each.
     assert pooled_round_s(pair, 8, 1, "alternate", 8) == (pytest.approx(0.020, rel=0.003), 1.0)
-
-
-def test_the_plan_prints_writes_and_draws(console: Console, tmp_path: Path) -> None:
-    files = {"json": tmp_path / "plan.json", "png": tmp_path / "plan.png"}
-    plan(TARGET, [DRAFT], [0.5, 0.25], PRICE, [1, 8], [1, 2], None, console, **files)
-    rows = json.loads(files["json"].read_text())
-    assert len(rows) == 6 + 7
-    assert rows[0]["dollars_per_million"] == pytest.approx(12 / 3600 / 100 * 1e6)
-    assert files["png"].read_bytes().startswith(b"\x89PNG")

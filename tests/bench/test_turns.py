@@ -1,33 +1,27 @@
 """Methods take turns: who comes when, what is paired, who fails."""
 
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, permutations
 
-import pytest
 from rich.console import Console
 
 from tests.bench import turns
-from tests.bench.figures import Batch, Row, Timeline, paired_ratio
+from tests.bench.figures import Batch, Timeline
 from tests.bench.worker import Worker
 from tests.bench.workload import Cell, Workload
 from tests.load.records import Acceptance
 
 
-@dataclass(slots=True)
-class Scripted:
-    """A worker that notes who was asked when, and what for."""
+class Failing:
+    """A worker that fails at the second batch that it is asked for."""
 
-    name: str
-    asked: list[tuple[str, int]]
-    raises: BaseException | None = None
-    draft_lengths: list[int | None] = field(default_factory=lambda: [None])
-    is_closed: bool = False
+    draft_lengths: list[int | None] = [None]  # noqa: RUF012
+    is_closed = False
 
     def run(self, cell: Cell, index: int) -> list[Batch]:
-        self.asked.append((self.name, index))
-        if self.raises is not None and index == 1:
-            raise self.raises
-        return [Batch(1.0, [Timeline(0.0, [0.5, 1.0])], Acceptance()) for _ in self.draft_lengths]
+        if index == 1:
+            raise RuntimeError("engine-speculative failed")
+        return [Batch(1.0, [Timeline(0.0, [0.5, 1.0])], Acceptance())]
 
     def hang_up(self) -> None:
         assert not self.is_closed
@@ -36,25 +30,10 @@ class Scripted:
         self.is_closed = True
 
 
-def test_methods_take_turns_and_nobody_always_follows_the_same_one(workload: Workload, console: Console) -> None:
-    asked: list[tuple[str, int]] = []
-    workers = {name: Scripted(name, asked) for name in ("engine-plain", "engine-speculative", "engine-adaptive")}
-    workload = replace(workload, cells=[Cell(1, 0.0)])
-    turns.collect(tuple(workers), workload, console, lambda name, _: workers[name])
-    num_turns = len(workload.batches(Cell(1, 0.0)))
-    assert [index for _, index in asked] == [0] * 3 + [turn for turn in range(num_turns) for _ in workers]
-    pairs = {(before, name) for (before, _), (name, _) in pairwise(asked[3:]) if before != name}
-    assert len(pairs) == 3 * 2
-    assert all(worker.is_closed for worker in workers.values())
-
-
-def test_ratios_are_of_what_two_methods_made_of_the_same_turn() -> None:
-    def row(*rates: float) -> Row:
-        return Row("", 1, 0.0, None, 0.0, 0.0, 0.0, tokens_per_s_by_turn=list(rates))
-
-    assert paired_ratio(row(400, 100, 200), row(200, 50, 50)) == 2
-    with pytest.raises(ValueError, match="shorter"):
-        paired_ratio(row(1.0, 2.0), row(1.0))
+def test_nobody_always_follows_the_same_method() -> None:
+    names = "plain", "speculative", "adaptive"
+    asked = [name for turn in range(8) for name in turns.order(names, turn)]
+    assert {pair for pair in pairwise(asked) if len(set(pair)) == 2} == set(permutations(names, 2))
 
 
 def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, console: Console) -> None:
@@ -63,7 +42,7 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, c
             raise RuntimeError("engine-plain failed")
         return failing if name == "engine-speculative" else Worker(name, workload)
 
-    failing = Scripted("engine-speculative", [], RuntimeError("engine-speculative failed"))
+    failing = Failing()
     names = ("engine-plain", "engine-speculative", "transformers")
     rows, failures = turns.collect(names, replace(workload, cells=[Cell(1, 0.0)]), console, start)
     assert [row.name for row in rows] == ["transformers"]

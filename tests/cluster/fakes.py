@@ -5,12 +5,26 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cluster.group import SpeculationGroup
-from cluster.protocol.messages import AnyReply, AnyRequest, Ping, Pong, decode_request, encode
+from cluster.protocol.messages import (
+    AnyReply,
+    AnyRequest,
+    Drafts,
+    Failure,
+    Ping,
+    Pong,
+    PrefixMissing,
+    Propose,
+    decode_request,
+    encode,
+)
+from cluster.protocol.prefix_delta import PrefixTable
 from cluster.transport import Endpoint, Link, OnBreak
 from cluster.transport.credentials import Credentials
 from cluster.transport.frames import FrameConnection
+from cluster.workers.draft_queue import DraftQueue
+from engine.control.stats import PREPARATION
 from engine.params import SamplingParams
-from engine.protocols import Draft, ProposeRow, Request, Verdict, VerifyRow, chain
+from engine.protocols import Draft, ProposeRow, Request, Verdict, VerifyRow, chain, run_in_process
 
 Answer = Callable[[AnyRequest], AnyReply | None]
 
@@ -115,6 +129,40 @@ class SumVerifier:
         self.released.append(request_id)
 
 
+def echo_worker(echo: EchoDrafter, *, capacity: int = 8, version: int = 1) -> Answer:
+    """What a draft worker answers under one lease, whose drafter is an echo."""
+    table = PrefixTable(capacity, echo.release)
+
+    def answer(request: AnyRequest) -> AnyReply:
+        number = request.round
+        if isinstance(request, Ping):
+            return Pong(number, version, 0.0)
+        assert isinstance(request, Propose)
+        if missing := table.update(request.released, [entry.prefix for entry in request.rows]):
+            return PrefixMissing(number, version, 0.0, missing)
+        rows = [ProposeRow(table[entry.prefix.request_id].request, entry.num_draft_tokens) for entry in request.rows]
+        try:
+            drafts = run_in_process(echo.propose(rows))
+        except TypeError as error:
+            return Failure(number, version, 0.0, str(error))
+        return Drafts(number, version, 1e-6, drafts, None, PREPARATION.counts)
+
+    return answer
+
+
+def queue_worker(queue: DraftQueue, *, version: int = 1) -> Answer:
+    """What a draft worker answers under one lease; then it works ahead as far as it can."""
+
+    def answer(request: AnyRequest) -> AnyReply | None:
+        replies: list[AnyReply] = []
+        queue.submit(version, request, replies.append)
+        while queue.step():
+            pass
+        return replies[0] if replies else None
+
+    return answer
+
+
 def propose_row(request_id: str, token_ids: Sequence[int], *, k: int = 3) -> ProposeRow:
     return ProposeRow(Request(request_id, list(token_ids), 2, SamplingParams(seed=5)), k)
 
@@ -128,12 +176,13 @@ def verify_row(
 
 def process_ids(group: SpeculationGroup) -> dict[str, int]:
     """The process ids of the running workers, by name: `draft`, `target-0`, `target-1`, ..."""
-    drafts = {} if group._draft is None else {"draft": group._draft.processes[0].pid}
+    own = group._own_draft
+    drafts = {} if own is None or own.workers is None else {"draft": own.workers.processes[0].pid}
     ranks = [] if group._target is None else group._target.processes
     return drafts | {f"target-{rank}": process.pid for rank, process in enumerate(ranks)}
 
 
-def answering(make):
+def answering(make, on_break=None):
     """Return a link whose peer answers pings, and everything else with what `make` returns."""
 
     def answer(request: AnyRequest):
@@ -141,4 +190,4 @@ def answering(make):
             return Pong(request.round, request.version, 0.0)
         return make(request)
 
-    return FakeLink(answer)
+    return FakeLink(answer, on_break=on_break)

@@ -7,6 +7,7 @@ import pytest
 
 from cluster.config import GroupConfig, suited_to_models
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.registry import method_of
 from engine.errors import ModelError
 from engine.models.registry import open_model
 
@@ -16,7 +17,6 @@ CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft", device="cpu"), 
 def test_a_draft_worker_is_there_for_a_method_that_runs_in_one() -> None:
     assert CONFIG.has_draft_worker
     assert not replace(CONFIG, draft=None).has_draft_worker
-    assert not replace(CONFIG, engine=EngineConfig(drafting="none")).has_draft_worker
 
 
 def test_a_group_needs_no_room_for_a_draft_worker_that_it_leases() -> None:
@@ -55,5 +55,6 @@ def test_a_decoder_only_pair_is_left_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_batches_alternate_where_a_draft_worker_needs_nothing_of_the_target(drafting, run_ahead, expected) -> None:
-    engine = EngineConfig(drafting=drafting)
-    assert replace(CONFIG, engine=engine, run_ahead=run_ahead).overlaps == expected
+    draft = CONFIG.draft if method_of(drafting).runs_in == "draft" else None
+    config = replace(CONFIG, engine=EngineConfig(drafting=drafting), draft=draft, run_ahead=run_ahead)
+    assert config.overlaps == expected

@@ -1,20 +1,22 @@
 """T5 over links, with itself as its draft: what the Router sends is all that workers need."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
-from cluster.workers.responder import DraftResponder, TargetResponder
+from cluster.workers.draft_queue import DraftQueue
+from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig
-from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.params import SamplingParams
 from engine.verification.verifier import ModelVerifier
-from tests.cluster.fakes import FakeLink
+from tests.cluster.fakes import FakeLink, queue_worker
 from tests.engine.tiny import T5_SIZES, backend_of, save
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, num_speculative_tokens=4, speculation="fixed")
@@ -30,7 +32,8 @@ async def test_a_served_pair_writes_transformers_text(loses_target, path):
     """The target is also lost in mid-text, and its successor starts with no keys and values and no prefixes."""
     target = backend_of(path)
     drafter, verifier = RemoteDrafter(vocab_size=64, timeout_s=60), RemoteVerifier(vocab_size=64, timeout_s=60)
-    drafter.connect(FakeLink(DraftResponder(ModelDrafter(DraftModel(target), CONFIG), capacity=8, version=1).answer))
+    queue = DraftQueue(DraftModel(target), replace(CONFIG, drafting="model"), capacity=8)
+    drafter.connect(FakeLink(queue_worker(queue)), [].append)
 
     def start_target():
         responder = TargetResponder(ModelVerifier(target, CONFIG), rank=0, capacity=8, version=1)

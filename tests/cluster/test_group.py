@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cluster import group as group_module
+from cluster import leases as leases_module
 from cluster.config import GroupConfig
 from cluster.group import SpeculationGroup
 from cluster.leases import Lease
@@ -21,7 +22,7 @@ from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
 from engine.errors import ModelMismatchError, TargetError
 from engine.execution.memory import CacheSize
 from engine.models.registry import open_model
-from tests.cluster.fakes import FakeLink, SumVerifier, process_ids, verify_row
+from tests.cluster.fakes import FakeLink, SumVerifier, answering, process_ids, verify_row
 from tests.waiting import wait_for
 
 CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft"), EngineConfig(num_blocks=39), start_timeout_s=5.0)
@@ -38,6 +39,8 @@ class Workers:
     def __init__(self, pid: int, version: int, cache: CacheSize, on_break: Callable[[str], None] | None) -> None:
         self.cache = cache
         self.loaded = [SimpleNamespace(vocab_size=1000)] * 2
+        self.info = SimpleNamespace(name=f"draft {pid}")
+        self.actors = [SimpleNamespace(lease=SimpleNamespace(remote=self.lease))]
         self.processes = [SimpleNamespace(pid=pid), SimpleNamespace(pid=pid + 1)]
         self.links = [
             FakeLink(
@@ -61,6 +64,10 @@ class Workers:
     def kill(self) -> None:
         self.is_killed = True
 
+    async def lease(self, identity: str, num_rows: int) -> Lease:
+        assert num_rows == CONFIG.engine.max_num_seqs
+        return Lease(str(self.processes[0].pid), 1, Endpoint("", "", "127.0.0.1", 9, identity), self.info)
+
 
 @dataclass
 class Starts:
@@ -74,16 +81,13 @@ class Starts:
     hangs: bool = False
     may_load: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def __call__(
-        self,
-        config: GroupConfig,
-        _placement: Any,
-        _connector: Any,
-        version: int,
-        plan: MemoryPlan,
-        on_break: Callable[[str], None] | None = None,
-    ) -> Workers:
-        cache = plan.plan_target([], []) if on_break else await plan.plan_draft([])
+    async def __call__(self, _config: Any, _placement: Any, *arguments: Any) -> Workers:
+        if len(arguments) == 1:
+            version, on_break = 1, None
+            cache = await arguments[0].plan_draft([])
+        else:
+            _connector, version, plan, on_break = arguments
+            cache = plan.plan_target([], [])
         self.num_blocks.append(cache.num_blocks)
         self.versions.append(version)
         if self.hangs:
@@ -115,6 +119,13 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 @pytest.fixture(autouse=True)
 def no_pause_and_no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "_FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(leases_module, "_FIRST_RETRY_S", 0.0)
+
+    def connect(self: Connector, endpoint: Endpoint, *, version: int, on_break: Callable[[str], None]) -> FakeLink:
+        self.link = answering(lambda _: None, on_break=on_break)
+        return self.link
+
+    monkeypatch.setattr(Connector, "connect", connect)
     monkeypatch.setattr(group_module, "_LAST_WORDS_S", 0.01)
     monkeypatch.setattr(group_module, "shared_tokens", lambda *_: None)
 
@@ -151,7 +162,7 @@ async def test_ranks_that_are_killed_while_the_group_starts_are_started_again(ta
     targets.failures = [WorkerDiedError("killed") for _ in range(4)]
     group = await started()
     assert group.is_available
-    assert group.remote_drafter.is_available
+    await wait_for(lambda: group.remote_drafter.is_available)
     assert len(targets.versions) == 5
     assert len(drafts.versions) == 1  # it goes on loading
     assert len(caplog.messages) == 4
@@ -167,6 +178,7 @@ async def test_the_start_fails_when_the_ranks_are_killed_again_and_again(targets
 @pytest.mark.parametrize("victims", ["targets", "drafts"])
 async def test_a_worker_that_fails_by_itself_fails_the_start(victims, targets, drafts, request, monkeypatch):
     monkeypatch.setattr(group_module, "_FIRST_RETRY_S", 1000.0)
+    monkeypatch.setattr(leases_module, "_FIRST_RETRY_S", 1000.0)
     failing = request.getfixturevalue(victims)
     failing.failures = [TargetError("a worker failed to start: ValueError('a bug')")]
     assert "a bug" in await refusal(started())
@@ -174,21 +186,21 @@ async def test_a_worker_that_fails_by_itself_fails_the_start(victims, targets, d
 
 
 async def test_a_group_goes_live_while_its_draft_is_killed_again_and_again(targets, drafts, caplog):
-    caplog.set_level(logging.WARNING, "cluster.group")
+    caplog.set_level(logging.WARNING, "cluster.leases")
     drafts.failures = [WorkerDiedError("killed") for _ in range(20)]
     group = await started()
     assert group.is_available
     assert group.draft_info is None
     assert "Draft worker did not start, next try in 0 s: killed" in caplog.messages
     await wait_for(lambda: group.remote_drafter.is_available)
-    assert group.draft_info is drafts.workers[0].loaded[0]
+    assert group.draft_info is drafts.workers[0].info
     assert len(targets.versions) == 1
 
 
 async def test_a_group_goes_live_before_a_draft_that_starts_slowly_which_joins_later(
     targets, drafts, monkeypatch, caplog
 ):
-    monkeypatch.setattr(group_module, "_DRAFT_GRACE_S", 0.01)
+    monkeypatch.setattr(leases_module, "_GRACE_S", 0.01)
     drafts.may_load.clear()
     group = await started()
     assert group.is_available
@@ -212,19 +224,20 @@ async def test_a_draft_that_loads_as_long_as_its_target_is_waited_for(targets, d
     assert not starting.done()
     drafts.may_load.set()
     group = await starting
-    assert group.remote_drafter.is_available
+    await wait_for(lambda: group.remote_drafter.is_available)
 
 
 async def test_whichever_worker_starts_last_or_again_meets_the_other(targets, drafts, monkeypatch):
     met = []
 
-    async def introduce(_config: Any, *workers: Any) -> None:
-        met.append(workers)
+    async def introduce(*workers: Any) -> None:
+        met.append(workers[:2])
 
     monkeypatch.setattr(group_module, "introduce", introduce)
-    group = await started()
+    group = await started(replace(CONFIG, engine=replace(CONFIG.engine, drafting="head_worker")))
     await wait_for(lambda: (targets.workers[0], drafts.workers[0]) in met)
     drafts.workers[0].end("killed")
+    group._connector.link.break_connection("killed")
     await wait_for(lambda: len(drafts.workers) == 2 and met[-1] == (targets.workers[0], drafts.workers[1]))
     group.remote_verifier.disconnect("lost")
     await group.recover()
@@ -338,7 +351,7 @@ async def test_models_that_compile_at_once_are_told_as_one(targets, drafts):
 
 
 async def test_without_a_draft_none_is_started(targets, drafts):
-    group = await started(GroupConfig(ModelConfig("target"), engine=EngineConfig(num_blocks=39)))
+    group = await started(GroupConfig(ModelConfig("target"), engine=EngineConfig(num_blocks=39, drafting="suffix")))
     assert drafts.versions == []
     assert group.draft_info is None
 
@@ -355,7 +368,7 @@ async def test_models_that_cannot_work_together_are_refused_by_their_own_error(t
 async def test_a_draft_that_waits_for_the_memory_plan_ends_with_the_group(targets, monkeypatch):
     has_joined = asyncio.Event()
 
-    async def start_draft(_config: Any, _placement: Any, _connector: Any, _version: int, plan: MemoryPlan) -> None:
+    async def start_draft(_config: Any, _placement: Any, plan: MemoryPlan) -> None:
         has_joined.set()
         try:
             await plan.plan_draft([])
@@ -393,27 +406,32 @@ async def test_a_broken_connection_to_any_rank_ends_the_rounds_until_all_ranks_a
 
 async def test_the_draft_or_the_first_rank_of_the_target_is_killed_if_there_is_one(targets, drafts):
     group = await started()
+    await wait_for(lambda: group.remote_drafter.is_available)
     killed = []
-    for name, workers in (("draft", group._draft), ("target", group._target)):
-        remote = SimpleNamespace(remote=lambda name=name: killed.append(name))
-        workers.actors = [SimpleNamespace(kill=remote), None]
-    assert group.kill("target")
-    assert group.kill("draft")
+    for name, workers in (("draft", drafts.workers[0]), ("target", targets.workers[0])):
+        workers.actors[0].kill = SimpleNamespace(remote=lambda name=name: killed.append(name))
+    assert await group.kill("target")
+    assert await group.kill("draft")
     assert killed == ["target", "draft"]
     await group.stop()
-    assert not group.kill("draft")
+    assert not await group.kill("draft")
 
 
 class OneLease:
-    """A pool with one worker, which no one can reach."""
+    """The leases of one worker, which no one can reach."""
 
     def __init__(self) -> None:
         self.identities: list[str] = []
+        self.killed: list[Lease] = []
 
     async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
         self.identities.append(identity)
         assert num_rows == CONFIG.engine.max_num_seqs
         return Lease("worker 1", 1, Endpoint("", "", "127.0.0.1", 9, Connector("").identity), INFO)
+
+    async def kill(self, lease: Lease) -> bool:
+        self.killed.append(lease)
+        return True
 
 
 INFO = ModelInfo("draft", 1000, 100, [], 1, "float32", "cpu")
@@ -429,10 +447,9 @@ async def test_a_group_with_a_draft_pool_leases_its_draft_worker_and_starts_none
     await group._start_all()
     await wait_for(lambda: group.remote_drafter.is_available)
     assert leases.identities == [connector.identity]
-    assert group.lease is not None
-    assert group.lease.worker == "worker 1"
+    assert await group.kill("draft")
+    assert [lease.worker for lease in leases.killed] == ["worker 1"]
     assert group.draft_info is INFO
     assert drafts.workers == []
-    assert not group.kill("draft")
     await group.stop()
     assert not group.remote_drafter.is_available

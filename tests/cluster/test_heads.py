@@ -11,17 +11,18 @@ import torch
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Connector, Endpoint
+from cluster.workers.draft_queue import DraftQueue
 from cluster.workers.features import FeatureSource, receiver
-from cluster.workers.loading import load_drafter, load_verifier
-from cluster.workers.responder import DraftResponder, TargetResponder
+from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.assembly import assemble
 from engine.drafting.model.feature_store import FeatureStore
 from engine.engine import Engine
 from engine.execution.footprint import footprint
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import DeferringDrafter
-from tests.cluster.fakes import FakeLink
+from tests.cluster.fakes import FakeLink, queue_worker
 from tests.cluster.wire import NODE_ID, serving
 from tests.engine.heads.saved_heads import save_head
 from tests.models import save_llama
@@ -57,7 +58,7 @@ class Group:
         return self
 
     def start_target(self) -> None:
-        model = load_verifier(open_model(self.target), self.engine_config, shard=None)
+        model = assemble(open_model(self.target), None, self.engine_config).load_verifier()
         self.source = FeatureSource(model, Connector(NODE_ID), version=1)
         responder = TargetResponder(self.source, rank=0, capacity=16, version=1)
 
@@ -75,28 +76,22 @@ class Group:
         self.features.put("another request", 0, 0, memoryview(b""), dtype="float32", row_bytes=128)  # so drafts wait
         source = open_model(replace(self.target, head_only=True))
         engine = replace(self.engine_config, num_blocks=64)
-        drafter, backend = load_drafter(
-            source, open_model(self.target), engine, run_ahead=self.run_ahead, features=self.features
+        draft = assemble(open_model(self.target), source, engine).load_draft(
+            run_ahead=self.run_ahead, features=self.features
         )
-        self.draft_info = backend.info
-        responder = DraftResponder(drafter, capacity=16, version=1, features=self.features)
-
-        def answer(request):
-            reply = responder.answer(request)
-            while responder.work():
-                pass
-            return reply
-
-        self.drafter.connect(FakeLink(answer))
+        self.draft_info = draft.backend.info
+        self.link = FakeLink(queue_worker(DraftQueue(draft, engine, capacity=16, is_shared=False)))
+        self.drafter.connect(self.link, [].append)
         await self.introduce()
 
     async def introduce(self) -> None:
-        server = self._stack.enter_context(serving(self.source.identity, receiver(self.features)))
+        server = self._stack.enter_context(serving(self.source.identity, receiver(self.features, "1/")))
         self.source.connect(server.endpoint)
         await wait_for(lambda: self.source.has_room)
 
     def kill_draft(self) -> None:
-        self.drafter.disconnect("killed")
+        self.drafter.disconnect()
+        self.link.close()
         self._stack.close()
 
     def engine(self) -> Engine:
@@ -136,7 +131,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 async def beside(target: ModelConfig) -> tuple[Text, object]:
     """The text of a head in the target's process, and its engine's counters."""
     config = replace(ENGINE, drafting="head")
-    model = load_verifier(open_model(target), config, shard=None)
+    model = assemble(open_model(target), None, config).load_verifier()
     engine = Engine(config, model.backend.info, drafter=DeferringDrafter(), verifier=model, num_blocks=model.num_blocks)
     text = await run(engine, submit(engine))
     return text, engine.stats

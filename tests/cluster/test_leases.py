@@ -16,16 +16,15 @@ from cluster.config import GroupConfig
 from cluster.leases import Lease, keep_lease
 from cluster.remote_drafter import RemoteDrafter
 from cluster.transport import Connector, Endpoint
-from cluster.workers.loading import load_verifier
-from cluster.workers.responder import DraftResponder
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.assembly import assemble
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import NoDrafter
-from tests.cluster.fakes import EchoDrafter, FakeLink, propose_row
-from tests.cluster.pool_process import Pool, PoolProcess, pool_of
+from tests.cluster.draft_process import DraftProcess, Workers, workers_of
+from tests.cluster.fakes import EchoDrafter, FakeLink, echo_worker, propose_row
 from tests.cluster.wire import NODE_ID
 from tests.models import save_llama
 from tests.waiting import wait_for
@@ -50,8 +49,8 @@ class Rig:
         raise TargetError("no worker has room now")
 
     def connect(self, endpoint: Endpoint, *, version: int, on_break) -> FakeLink:
-        responder = DraftResponder(self.echo, capacity=4, version=version)
-        self.links.append(FakeLink(responder.answer, version=version, on_break=on_break))
+        answer = echo_worker(self.echo, capacity=4, version=version)
+        self.links.append(FakeLink(answer, version=version, on_break=on_break))
         return self.links[-1]
 
     @asynccontextmanager
@@ -94,7 +93,7 @@ async def test_a_worker_that_hangs_costs_one_wait_and_is_not_waited_for_again():
         await wait_for(lambda: rig.taken == ["one", "two"])
         assert await rig.propose(1, 2, 3) == [1, 2, 3]
     assert rig.drafter.fallbacks == {"timeout": 1}
-    assert [type(one).__name__ for one in rig.links[0].requests] == ["Propose"]
+    assert [type(one).__name__ for one in rig.links[0].requests] == ["Ping", "Propose"]
 
 
 async def test_a_worker_that_answers_no_ping_while_no_round_runs_is_replaced(monkeypatch):
@@ -105,7 +104,7 @@ async def test_a_worker_that_answers_no_ping_while_no_round_runs_is_replaced(mon
         await wait_for(lambda: rig.drafter.is_available)
         rig.links[0].faults = [None] * 3 + ["lose"] * 9
         await wait_for(lambda: rig.taken == ["one", "two"])
-        assert len(rig.links[0].requests) == 4
+        assert len(rig.links[0].requests) in (5, 6)  # the first before it is used
 
 
 async def test_the_only_worker_is_leased_again_after_it_failed():
@@ -136,17 +135,17 @@ NUM_GROUPS = 4
 
 
 class Group:
-    """An engine with a target in this process, and a draft worker of the pool."""
+    """An engine with a target in this process, and a draft worker of the workers."""
 
-    def __init__(self, config: GroupConfig, number: int, pool: Pool | None) -> None:
-        self.pool, self.number = pool, number
+    def __init__(self, config: GroupConfig, number: int, workers: Workers | None) -> None:
+        self.workers, self.number = workers, number
         self.drafter = RemoteDrafter(timeout_s=1.0)
-        target = load_verifier(open_model(config.target), config.engine, shard=None)
+        target = assemble(open_model(config.target), None, config.engine).load_verifier()
         self.drafter.vocab_size = target.backend.info.vocab_size
         self.engine = Engine(
             config.engine,
             target.backend.info,
-            drafter=NoDrafter() if pool is None else self.drafter,
+            drafter=NoDrafter() if workers is None else self.drafter,
             verifier=target,
             num_blocks=target.num_blocks,
             overlaps=("ahead",) if config.run_ahead == "on" else (),
@@ -154,8 +153,8 @@ class Group:
 
     async def run(self, max_tokens: int) -> Texts:
         keeping = None
-        if self.pool is not None:
-            keeping = asyncio.create_task(keep_lease(self.pool, Connector(NODE_ID), self.drafter, 4, lambda _: None))
+        if self.workers is not None:
+            keeping = asyncio.create_task(keep_lease(self.workers, Connector(NODE_ID), self.drafter, 4, lambda _: None))
             await wait_for(lambda: self.drafter.is_available)
         texts: Texts = {}
         for i, temperature in enumerate((0.0, 0.8, 1.0)):
@@ -182,54 +181,54 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> GroupConfig:
 
 @pytest.fixture(scope="module")
 async def undrafted(config: GroupConfig) -> list[Texts]:
-    return [await Group(config, number, None).run(80) for number in range(NUM_GROUPS)]
+    return [await Group(config, number, None).run(160) for number in range(NUM_GROUPS)]
 
 
 @pytest.fixture(scope="module", params=["off", "on"])
-def pool(request: pytest.FixtureRequest, config: GroupConfig) -> Iterator[Pool]:
-    with pool_of(replace(config, run_ahead=request.param), "first", "second") as pool:
-        yield pool
+def workers(request: pytest.FixtureRequest, config: GroupConfig) -> Iterator[Workers]:
+    with workers_of(replace(config, run_ahead=request.param), "first", "second") as workers:
+        yield workers
 
 
-def nothing(_: PoolProcess) -> None:
+def nothing(_: DraftProcess) -> None:
     pass
 
 
-def slow_down(worker: PoolProcess) -> None:
+def slow_down(worker: DraftProcess) -> None:
     worker.delay_s.value = 0.8
 
 
-def hang(worker: PoolProcess) -> None:
+def hang(worker: DraftProcess) -> None:
     worker.signal(signal.SIGSTOP)
 
 
-def kill(worker: PoolProcess) -> None:
+def kill(worker: DraftProcess) -> None:
     worker.signal(signal.SIGKILL)
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("fault", [nothing, slow_down, hang, kill])
 async def test_four_groups_write_their_texts_whatever_happens_to_their_draft_worker(
-    config, pool, undrafted, fault, monkeypatch
+    config, workers, undrafted, fault, monkeypatch
 ):
     """After the fault each group waits for the worker at most once, and goes on with drafts of the other one."""
     # The groups of this test take turns in one thread and wait for each other, and other processes use its cores.
     monkeypatch.setattr(round_times, "_LEAST_DRAFT_S", 0.9)
-    run_ahead = pool.config.run_ahead
-    groups = [Group(replace(config, run_ahead=run_ahead), number, pool) for number in range(NUM_GROUPS)]
-    pool.taken.clear()
-    running = asyncio.gather(*(group.run(80) for group in groups))
+    run_ahead = workers.config.run_ahead
+    groups = [Group(replace(config, run_ahead=run_ahead), number, workers) for number in range(NUM_GROUPS)]
+    workers.taken.clear()
+    running = asyncio.gather(*(group.run(160) for group in groups))
     await wait_for(lambda: all(group.engine.stats.num_drafts > 20 for group in groups))
     before = [group.engine.stats.num_accepted_tokens for group in groups]
-    fault(pool.workers[0])
+    fault(workers.processes[0])
     assert await running == undrafted
     fallbacks = [group.drafter.fallbacks for group in groups]
     if fault is not kill:
-        pool.workers[0].delay_s.value = 0.0
-        pool.workers[0].signal(signal.SIGCONT)
+        workers.processes[0].delay_s.value = 0.0
+        workers.processes[0].signal(signal.SIGCONT)
     assert all(group.engine.stats.num_accepted_tokens > before[group.number] for group in groups)
     others = 0 if fault is nothing else NUM_GROUPS
-    assert [name for _, name in pool.taken] == ["first"] * NUM_GROUPS + ["second"] * others
+    assert [name for _, name in workers.taken] == ["first"] * NUM_GROUPS + ["second"] * others
     waits = int(fault in (slow_down, hang))
     assert [(one["timeout"], one["failure"], one["malformed"]) for one in fallbacks] == [(waits, 0, 0)] * NUM_GROUPS
-    # With "on", four targets as fast as these leave the worker no time to prepare anything; see test_draft_pool.
+    # With "on", four targets as fast as these leave the worker no time to prepare anything; see test_draft_workers.

@@ -1,27 +1,17 @@
 """The engine's Drafter over a link that fails in every way."""
 
 import asyncio
-import logging
 from dataclasses import replace
 
 import pytest
 
-from cluster import remote_drafter
 from cluster.protocol.messages import Drafts, Failure, Pong, PrefixMissing, Propose
 from cluster.remote_drafter import RemoteDrafter
-from cluster.workers.responder import DraftResponder
 from engine.control.stats import PREPARATION, RunAheadStats
 from engine.protocols import NO_DRAFT, chain
-from tests.cluster.fakes import EchoDrafter, FakeLink, answering, propose_row
-from tests.waiting import wait_for
+from tests.cluster.fakes import EchoDrafter, FakeLink, answering, echo_worker, propose_row
 
 VOCAB = 1000
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_drafter, "_MIN_PAUSE_S", 0.001)
-    monkeypatch.setattr(remote_drafter, "_PING_DEADLINE_S", 0.05)
 
 
 PATIENT_S, HASTY_S = 30.0, 0.1
@@ -34,20 +24,22 @@ class DraftSide:
     def __init__(self, *, capacity: int = 8) -> None:
         self.echo = EchoDrafter()
         self.capacity = capacity
-        self.link = FakeLink(DraftResponder(self.echo, capacity=capacity, version=1).answer)
+        self.link = FakeLink(echo_worker(self.echo, capacity=capacity, version=1))
         self.drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
-        self.drafter.connect(self.link)
+        self.failures: list[str] = []
+        self.connect()
 
     def forget(self) -> None:
-        self.link.answer = DraftResponder(self.echo, capacity=self.capacity, version=1).answer
+        self.link.answer = echo_worker(self.echo, capacity=self.capacity)
 
     async def propose(self, *rows) -> list[list[int]]:
         is_lost = self.link.faults[:1] in (["lose"], ["lose reply"], ["late"])
         self.drafter._timeout_s = HASTY_S if is_lost else PATIENT_S
         return [draft.token_ids for draft in await self.drafter.propose(rows)]
 
-    async def recover(self) -> None:
-        await wait_for(lambda: self.drafter.is_available, PATIENT_S)
+    def connect(self) -> None:
+        """Use the worker, as a new lease of it does; the reason of its failure is added to `failures`."""
+        self.drafter.connect(self.link, self.failures.append)
 
 
 async def test_every_round_reaches_the_worker():
@@ -79,7 +71,7 @@ async def test_a_round_is_a_hit_if_the_drafts_of_all_its_rows_were_prepared():
     drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
     for number, (stats, counts) in enumerate(rounds):
         if number in (0, len(rounds) - 1):
-            drafter.connect(answering(make))
+            drafter.connect(answering(make), [].append)
         before = replace(drafter.calls)
         await drafter.propose([propose_row("a", [1])])
         calls = drafter.calls.since(before)
@@ -128,7 +120,7 @@ async def test_a_lost_message_costs_one_draft(fault):
     side.link.faults = [fault]
     assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[]]
     assert side.drafter.fallbacks == {"timeout": 1}
-    await side.recover()
+    side.connect()
     assert await side.propose(propose_row("a", [1, 2, 3, 4, 5])) == [[3, 4, 5]]
 
 
@@ -136,21 +128,21 @@ async def test_a_late_reply_is_not_taken_for_the_next_one(dropped):
     side = DraftSide()
     side.link.faults = ["late"]
     assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
-    await side.recover()
+    side.connect()
     assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
     assert dropped() == {"late": 1}
 
 
-async def test_a_failed_drafter_is_not_called_until_it_answers_a_ping(caplog):
-    caplog.set_level(logging.INFO, "cluster.remote_drafter")
+async def test_a_worker_that_failed_is_not_called_until_it_is_connected_again():
     side = DraftSide()
-    side.link.faults = ["lose"] * 3
+    side.link.faults = ["lose"]
     for _ in range(5):
         assert await side.propose(propose_row("a", [1])) == [[]]
-    assert side.drafter.fallbacks == {"timeout": 1, "paused": 4}
-    await side.recover()
+    assert side.drafter.fallbacks == {"timeout": 1, "absent": 4}
+    assert side.failures == ["timeout"]
+    assert await side.drafter.replies(side.link)
+    side.connect()
     assert await side.propose(propose_row("a", [1])) == [[1]]
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]
 
 
 @pytest.mark.parametrize(
@@ -165,10 +157,9 @@ async def test_a_failed_drafter_is_not_called_until_it_answers_a_ping(caplog):
 )
 async def test_a_wrong_reply_becomes_an_empty_draft(make, reason):
     drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
-    drafter.connect(answering(make))
+    drafter.connect(answering(make), [].append)
     assert await drafter.propose([propose_row("a", [1])]) == [NO_DRAFT]
     assert drafter.fallbacks == {reason: 1}
-    drafter.disconnect("done")
 
 
 async def test_a_drafter_that_raises_is_a_failure_and_goes_on(caplog):
@@ -177,7 +168,7 @@ async def test_a_drafter_that_raises_is_a_failure_and_goes_on(caplog):
     assert await side.propose(propose_row("a", [1])) == [[]]
     assert side.drafter.fallbacks == {"failure": 1}
     del side.echo.propose
-    await side.recover()
+    side.connect()
     assert await side.propose(propose_row("a", [1])) == [[1]]
 
 
@@ -187,12 +178,13 @@ async def test_a_dead_drafter_is_absent_at_once_and_a_new_one_knows_nothing():
     side.link.faults = ["lose"]
     waiting = asyncio.create_task(side.propose(propose_row("a", [1, 2, 3])))
     await asyncio.sleep(0)
-    side.drafter.disconnect("killed")
+    side.drafter.disconnect()
+    side.link.close()
     assert await waiting == [[]]
     assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
     assert side.drafter.fallbacks == {"absent": 2}
-    side.link = FakeLink(DraftResponder(side.echo, capacity=8, version=2).answer, version=2)
-    side.drafter.connect(side.link)
+    side.link = FakeLink(echo_worker(side.echo, capacity=8, version=2), version=2)
+    side.connect()
     assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
     assert len(side.link.requests) == 1
 
@@ -204,7 +196,7 @@ async def test_a_release_travels_until_it_is_answered_for():
     side.drafter.release("unknown")
     side.link.faults = ["lose"]
     await side.propose(propose_row("b", [1]))
-    await side.recover()
+    side.connect()
     await side.propose(propose_row("b", [1]))
     await side.propose(propose_row("b", [1]))
     sent = [request.released for request in side.link.requests if isinstance(request, Propose)]

@@ -11,7 +11,7 @@ from cluster.config import GroupConfig
 from cluster.transport import Endpoint
 from cluster.worker_set import WorkerDiedError, WorkerSet, introduce
 from cluster.workers.actors import WorkerProcess
-from engine.config import CompileProgress, EngineConfig, ModelConfig
+from engine.config import CompileProgress, ModelConfig
 from engine.errors import ModelError, TargetError
 
 
@@ -36,8 +36,9 @@ class FakeActor:
 
         def listen(identity):
             self.clients.append(identity)
-            return WorkerProcess(endpoint, 100 + rank)
+            return endpoint
 
+        self.begin = Method(lambda log_format: WorkerProcess(100 + rank, node_id))
         self.listen = Method(listen)
         self.serve = self
 
@@ -70,6 +71,9 @@ async def nothing_to_load():
     pass
 
 
+CONFIG = GroupConfig(ModelConfig("target"))
+
+
 async def test_each_worker_listens_for_the_router_and_gets_a_link(workers):
     def on_break(reason):
         pass
@@ -78,14 +82,14 @@ async def test_each_worker_listens_for_the_router_and_gets_a_link(workers):
     assert [actor.clients for actor in workers.actors] == [["the Router"]] * 2
     assert [link.endpoint.port for link in workers.links] == [0, 1]
     assert {(link.version, link.on_break) for link in workers.links} == {(7, on_break)}
-    assert [process.pid for process in workers.processes] == [100, 101]
 
 
 async def test_a_worker_that_does_not_answer_after_its_start_has_died(workers, monkeypatch):
     monkeypatch.setattr(worker_set, "_FIRST_ANSWER_S", 0.01)
-    workers.actors[1].listen = Ping(0)
+    workers.actors[1].begin = Ping(0)
+    monkeypatch.setattr(worker_set.ray, "kill", lambda *_, **__: None)
     with pytest.raises(WorkerDiedError, match=r"did not answer within 0\.01 s of its start"):
-        await workers.connect(FakeConnector(), 1)
+        await workers.start(CONFIG, nothing_to_load)
 
 
 class Ping:
@@ -136,8 +140,9 @@ async def test_workers_that_answer_may_load_as_long_as_they_need(workers, monkey
 
 
 async def test_each_rank_is_asked_and_says_on_which_node_it_is(workers):
-    await workers.connect(FakeConnector(), 1)
+    await workers.start(CONFIG, nothing_to_load)
     for rank, actor in enumerate(workers.actors):
+        actor.ended.cancel()
         actor.survey = Method(lambda model, world_size, rank=rank: (rank, model, world_size))
     assert await workers.survey("target", 0, 1, world_size=2) == [
         ("node 1", (0, "target", 2)),
@@ -151,7 +156,7 @@ async def test_each_rank_is_asked_and_says_on_which_node_it_is(workers):
     [(None, "it stopped"), (ray.exceptions.RayActorError(error_msg="The actor died.\nThe stack:"), "The actor died.")],
 )
 async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reason):
-    await workers.start(FakeConnector(), 1, 10.0, nothing_to_load)
+    await workers.start(CONFIG, nothing_to_load)
     waiting = asyncio.create_task(workers.wait_for_end(10.0))
     await asyncio.sleep(0)
     if error is None:
@@ -165,7 +170,7 @@ async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reaso
 @pytest.mark.parametrize("error", [None, ray.exceptions.ActorUnavailableError("busy", None)])
 async def test_a_worker_that_does_not_answer_a_ping_is_at_its_end(workers, monkeypatch, error):
     """An error is an answer of Ray, which tells later whether the worker has ended."""
-    await workers.start(FakeConnector(), 1, 10.0, nothing_to_load)
+    await workers.start(CONFIG, nothing_to_load)
     monkeypatch.setattr(worker_set, "_PING_PERIOD_S", 0.0)
     workers.actors[0].ping, workers.actors[1].ping = Ping(10**9), Ping(3, error)
     assert await workers.wait_for_end(0.01) == "it did not answer for 0.01 s"
@@ -186,7 +191,7 @@ def test_the_reason_for_a_death_is_what_ray_says_after_the_details():
 
 
 async def test_killing_closes_the_links_first(workers, monkeypatch):
-    await workers.connect(FakeConnector(), 1)
+    await workers.connect(FakeConnector(), 1, [].append)
     killed = []
     monkeypatch.setattr(
         worker_set.ray,
@@ -212,7 +217,7 @@ async def test_errors_of_ray_become_ours(cause, error, message):
     else:
         result.set_exception(ray.exceptions.RayTaskError("load", "traceback", cause))
     with pytest.raises(error, match=message):
-        await worker_set._results([result])
+        await worker_set.results([result])
 
 
 FAILURE = ray.exceptions.RayTaskError("load", "traceback\nValueError: closed by peer", ValueError("closed by peer"))
@@ -223,7 +228,7 @@ async def test_a_rank_that_fails_because_another_was_killed_is_no_failure_of_its
     failed.set_exception(FAILURE)
     asyncio.get_running_loop().call_later(0.01, killed.set_exception, ray.exceptions.ActorDiedError())
     with pytest.raises(WorkerDiedError, match="died unexpectedly"):
-        await worker_set._results([failed, killed])
+        await worker_set.results([failed, killed])
 
 
 @pytest.mark.parametrize(
@@ -234,28 +239,23 @@ async def test_what_a_worker_raises_itself_is_no_death(error, monkeypatch):
     failed, loading = (asyncio.get_running_loop().create_future() for _ in range(2))
     failed.set_exception(error)
     with pytest.raises(TargetError, match="closed by peer") as caught:
-        await worker_set._results([failed, loading])
+        await worker_set.results([failed, loading])
     assert not isinstance(caught.value, WorkerDiedError)
     loading.cancel()
 
 
-@pytest.mark.parametrize("drafting", ["head_worker", "model"])
-async def test_both_workers_of_a_method_that_reads_features_are_introduced(workers, drafting, caplog):
-    config = GroupConfig(ModelConfig("t"), ModelConfig("d"), EngineConfig(drafting=drafting))
+async def test_the_target_is_told_where_the_features_of_a_lease_go(workers, caplog):
     draft, calls = WorkerSet("draft worker", [FakeActor(7)]), []
     workers.actors[0].feature_identity = Method(lambda: "rank 0")
-    draft.actors[0].receive_features = Method(lambda identity: f"where {identity} connects")
+    draft.actors[0].receive_features = Method(lambda lease, identity: f"where {identity} connects for {lease}")
     workers.actors[0].send_features = Method(calls.append)
-    await introduce(config, None, draft)
-    await introduce(config, workers, None)
-    assert calls == []
-    await introduce(config, workers, draft)
-    assert calls == (["where rank 0 connects"] if drafting == "head_worker" else [])
+    await introduce(workers, draft, "lease 3")
+    assert calls == ["where rank 0 connects for lease 3"]
 
-    def die(_):
+    def die(*_):
         raise ray.exceptions.RayActorError
 
     draft.actors[0].receive_features = Method(die)
-    await introduce(config, workers, draft)
-    assert len(calls) < 2
-    assert ("drafts nothing" in caplog.text) == (drafting == "head_worker")
+    await introduce(workers, draft, "lease 3")
+    assert len(calls) == 1
+    assert "drafts nothing" in caplog.text

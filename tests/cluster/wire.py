@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from cluster.protocol.messages import AnyReply, AnyRequest, Ping, Pong
-from cluster.transport import Endpoint, Link, OnBreak, Server
+from cluster.transport import Endpoint, Link, Listener, OnBreak, Server
 from cluster.transport.credentials import Credentials, make_credentials, tls_context
 from cluster.transport.frames import FrameReader
-from cluster.workers.pool_worker import PoolWorker
+from cluster.workers.draft_worker import DraftWorker
 
 NODE_ID = "this node"
 
@@ -24,9 +24,9 @@ def ping(number: int, *, version: int = 1, deadline_s: float = 10.0, released: l
 
 
 @contextlib.contextmanager
-def in_thread(served: Server | PoolWorker, *arguments: object, **options: object) -> Iterator[None]:
+def in_thread(served: Server | DraftWorker, *arguments: object) -> Iterator[None]:
     """Serve until the block ends."""
-    thread = threading.Thread(target=served.serve, args=arguments, kwargs=options)
+    thread = threading.Thread(target=served.serve, args=arguments)
     thread.start()
     try:
         yield
@@ -38,11 +38,15 @@ def in_thread(served: Server | PoolWorker, *arguments: object, **options: object
 
 @contextlib.contextmanager
 def serving(
-    client_identity: str, answer: Callable[[AnyRequest], AnyReply | None] = pong, **options: object
-) -> Iterator[Server]:
-    server = Server("127.0.0.1", NODE_ID, client_identity)
-    with in_thread(server, answer, **options):
-        yield server
+    client_identity: str,
+    answer: Callable[[AnyRequest], AnyReply | None] = pong,
+    work: Callable[[], bool] = lambda: False,
+) -> Iterator[Listener]:
+    """Serve one client, and yield its listener."""
+    server = Server("127.0.0.1", NODE_ID)
+    listener = server.listen(client_identity, answer)
+    with in_thread(server, work):
+        yield listener
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """Requests to an application in this process."""
 
-import json
 from typing import Any
 
 import httpx
+
+from tests.fakes.streams import events_of
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -12,9 +13,7 @@ async def events(client: httpx.AsyncClient, path: str, **body: Any) -> list[dict
     """The JSON of a stream's events; it must end in [DONE]."""
     response = await client.post(path, json={"stream": True, **GREEDY, **body})
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
+    return events_of(response.text)
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:

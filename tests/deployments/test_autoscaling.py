@@ -69,9 +69,11 @@ def test_a_replica_that_recovers_comes_on_top_of_those_that_the_load_needs(
     assert POLICY(context(requests, target=2, recovering={"a": 1.0, "b": 0.0}))[0] == expected
 
 
-def test_a_fixed_number_of_replicas_does_not_scale() -> None:
-    assert autoscaling_config(Autoscaling()) is None
-    assert autoscaling_config(Autoscaling(min_replicas=3, max_replicas=3)) is None
+@pytest.mark.parametrize(
+    "fixed", [Autoscaling(), Autoscaling(min_replicas=3, max_replicas=3), PoolSize(replicas=2)], ids=str
+)
+def test_a_fixed_number_of_replicas_does_not_scale(fixed: Autoscaling | PoolSize) -> None:
+    assert autoscaling_config(fixed) is None
 
 
 def test_serve_gets_the_policy_and_the_bounds(recwarn: pytest.WarningsRecorder) -> None:
@@ -115,14 +117,6 @@ def test_draft_workers_settle_under_a_steady_load(load: float) -> None:
             context: Any = SimpleNamespace(aggregated_metrics=metrics, target_num_replicas=seen[-1])
             seen.append(policy(context)[0])
         assert len(set(seen[-3:])) == 1
-
-
-def test_a_pool_of_a_fixed_size_does_not_scale() -> None:
-    assert autoscaling_config(PoolSize(replicas=2)) is None
-    config = autoscaling_config(PoolSize(replicas=1, max_replicas=3))
-    assert config is not None
-    assert (config.min_replicas, config.max_replicas) == (1, 3)
-    assert config.policy.get_policy() is UtilisationPolicy
 
 
 def test_a_step_is_decided_on_within_3_seconds() -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_wrong_argument_is_named_in_one_line(arguments: dict[str, object], mes
 
 def test_a_group_is_what_the_defaults_say_when_nothing_is_set() -> None:
     pair = PairConfig()
-    assert group_config(AppConfig()) == GroupConfig(pair.target, pair.draft, pair.engine)
+    assert group_config(AppConfig()) == GroupConfig(pair.target, pair.draft, replace(pair.engine, drafting="model"))
 
 
 @pytest.mark.parametrize("arguments", [SELF_DRAFT, {name: str(value) for name, value in SELF_DRAFT.items()}])

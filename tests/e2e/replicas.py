@@ -8,11 +8,16 @@ from typing import Any
 from ray.serve.context import _get_global_client
 
 
-async def router_details() -> dict[str, Any]:
+async def application(name: str = "default") -> dict[str, Any]:
     client = _get_global_client()
     assert client is not None
     details = await asyncio.to_thread(client.get_serve_details)
-    deployment: dict[str, Any] = details["applications"]["default"]["deployments"]["Router"]
+    found: dict[str, Any] = details["applications"].get(name, {})
+    return found
+
+
+async def router_details() -> dict[str, Any]:
+    deployment: dict[str, Any] = (await application())["deployments"]["Router"]
     return deployment
 
 

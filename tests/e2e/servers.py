@@ -17,6 +17,9 @@ import pytest
 import ray
 from ray import serve
 
+from deployments.diagnosis.http_client import Client, Metrics
+from tests.fakes import events_of
+
 ROOT = Path(__file__).parents[2]
 START_S = 180
 STOP_S = 120
@@ -61,6 +64,11 @@ def wait_until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None
                 return
         time.sleep(0.2)
     pytest.fail(log.read_text())
+
+
+def metrics(url: str) -> Metrics:
+    """What /metrics says over a new connection."""
+    return Client(url).metrics()
 
 
 class Server:
@@ -141,9 +149,7 @@ async def stream_choices(client: httpx.AsyncClient, body: dict[str, Any]) -> lis
     """The choices of all chunks of a completion that streams to its end."""
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
         assert response.status_code == 200, await response.aread()
-        events = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
-    assert events.pop() == "[DONE]"
-    chunks = list(map(json.loads, events))
+        chunks = events_of((await response.aread()).decode())
     assert all("error" not in chunk for chunk in chunks), chunks[-1]
     return [choice for chunk in chunks for choice in chunk["choices"]]
 

@@ -1,4 +1,4 @@
-"""Joining a cluster that `ray start` has started, as deployments/README.md describes it, with and without a token."""
+"""Joining a cluster that `ray start` has started, as docs/serve.md describes, with and without a token."""
 
 import os
 import secrets
@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.e2e.servers import ROOT, free_port, wait_until_ok
+from tests.fakes import data_of
 from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -131,8 +132,7 @@ def deploy_nothing(head: Head, config: Path) -> None:
         while (status := httpx.get(f"{url}/live", timeout=60).status_code) == 200:
             time.sleep(0.1)
         assert status in (404, 503)  # Serve's own proxy answers 404
-        *_, last, done = [line for line in lines if line.startswith("data: ")]
-    assert done == "data: [DONE]"
+        *_, last = data_of(lines)
     assert '"finish_reason":"length"' in last
 
 

@@ -1,8 +1,7 @@
 """Requests that wait move to a Router that has come, and off one that is stopped; their texts stay the same."""
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,8 +12,9 @@ from ray import serve
 from deployments.builder import app
 from deployments.config import AppConfig
 from tests.e2e.replicas import router_details, wait_until
-from tests.e2e.servers import serve_on_ray, stream_choices
+from tests.e2e.servers import metrics, serve_on_ray, stream_choices
 from tests.models import save_model
+from tests.waiting import wait_until as wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -24,9 +24,7 @@ NUM_TOKENS = 4000
 FEW_TOKENS = 40
 CONTEXT = 65_536
 """A stream as long as this outlasts the start of a Router many times over."""
-RUNNING = r"vllm:num_requests_running{.*}"
-WAITING = r"vllm:num_requests_waiting{.*}"
-MOVED = r'paceline:resubmissions_total{.*reason="moved".*}'
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 LIMIT_S = 120.0
 
 
@@ -53,16 +51,13 @@ def body(seed: int, num_tokens: int) -> dict[str, Any]:
     return {"prompt": "A", "max_tokens": num_tokens, "seed": seed, "ignore_eos": True, "stream": True}
 
 
-async def metric(client: httpx.AsyncClient, pattern: str) -> float:
-    """Return the sum of the samples whose lines match."""
-    text = (await client.get("/metrics")).text
-    return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
+def num_moved(url: str) -> float:
+    return metrics(url).by("paceline:resubmissions_total", "reason").get(("moved",), 0.0)
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await condition():
-            await asyncio.sleep(0.1)
+async def until(url: str, name: str, value: float) -> None:
+    """Wait until a metric has a value."""
+    await asyncio.to_thread(wait_for, lambda: metrics(url).total(name) == value, LIMIT_S)
 
 
 async def stream(client: httpx.AsyncClient, seed: int, num_tokens: int) -> str:
@@ -87,17 +82,13 @@ async def test_requests_that_wait_move_to_a_new_router(url: str, model: str) -> 
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         tasks = [asyncio.create_task(stream(client, number % 2, NUM_TOKENS)) for number in range(STEP)]
         await wait_until(lambda _, running: running == 2, LIMIT_S)
-
         # No request is sent after the step: only requests that moved run at the second Router.
-        async def all_places_are_taken() -> bool:
-            return await metric(client, RUNNING) == 2 * MAX_NUM_SEQS
-
-        await until(all_places_are_taken)
-        assert 2 <= await metric(client, MOVED) <= STEP / 2
+        await until(url, RUNNING, 2 * MAX_NUM_SEQS)
+        assert 2 <= await asyncio.to_thread(num_moved, url) <= STEP / 2
         assert not all(task.done() for task in tasks)
         texts = await asyncio.gather(*tasks)
         assert len(set(texts[::2])) == len(set(texts[1::2])) == 1
-        assert await metric(client, RUNNING) + await metric(client, WAITING) == 0
+        assert metrics(url).total(RUNNING) + metrics(url).total(WAITING) == 0
 
 
 async def test_requests_that_wait_at_a_router_that_is_stopped_move_to_the_one_that_replaces_it(
@@ -107,19 +98,15 @@ async def test_requests_that_wait_at_a_router_that_is_stopped_move_to_the_one_th
     seeds = (1, 2)  # fewer than are moved to a Router that has come while the other one goes on
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         expected = [await stream(client, seed, FEW_TOKENS) for seed in seeds]
-        num_moved = await metric(client, MOVED)
+        before = num_moved(url)
         async with long_stream(client) as lines:
             waiting = [asyncio.create_task(stream(client, seed, FEW_TOKENS)) for seed in seeds]
-
-            async def all_wait() -> bool:
-                return await metric(client, WAITING) == len(seeds)
-
-            await until(all_wait)
+            await until(url, WAITING, len(seeds))
             rollout = asyncio.create_task(asyncio.to_thread(deploy, model, max_num_seqs=1, round_timeout_s=61))
             # The long stream has the only place of the old Router.
             async with asyncio.timeout(LIMIT_S):
                 assert await asyncio.gather(*waiting) == expected
-            assert await metric(client, MOVED) - num_moved == len(seeds)
+            assert await asyncio.to_thread(num_moved, url) - before == len(seeds)
             states = [replica["state"] for replica in (await router_details())["replicas"]]
             assert sorted(states) == ["RUNNING", "STOPPING"]
             assert await anext(lines) is not None

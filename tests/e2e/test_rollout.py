@@ -13,11 +13,13 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
 from deployments.local.environment import serve_environment
+from tests.e2e.replicas import application
 from tests.e2e.servers import serve_on_ray, stream_choices
 from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
+NAME = "paceline"
 NUM_CLIENTS = 2
 NUM_SEEDS = 6
 LONG_SEED = 99
@@ -38,10 +40,8 @@ class Service:
         """Change some arguments; return the deployments that got new replicas, when all of them run."""
         before = await self._replicas()
         self._arguments |= changes
-        application = {"name": "paceline", "route_prefix": "/", "import_path": "deployments:app"}
-        schema = ServeDeploySchema.model_validate(
-            {"http_options": {"port": self._port}, "applications": [application | {"args": self._arguments}]}
-        )
+        ours = {"name": NAME, "route_prefix": "/", "import_path": "deployments:app", "args": self._arguments}
+        schema = ServeDeploySchema.model_validate({"http_options": {"port": self._port}, "applications": [ours]})
         client = _get_global_client()
         assert client is not None
         await asyncio.to_thread(client.deploy_apps, schema, _blocking=False)
@@ -53,21 +53,14 @@ class Service:
         return {name for name in after if after[name].isdisjoint(before.get(name, set()))}
 
     async def _is_settled(self, since: float) -> bool:
-        application = (await self._details()).get("applications", {}).get("paceline", {})
-        return application.get("last_deployed_time_s", 0) >= since - 1 and application.get("status") == "RUNNING"
+        deployed = await application(NAME)
+        return deployed.get("last_deployed_time_s", 0) >= since - 1 and deployed.get("status") == "RUNNING"
 
     async def _replicas(self) -> dict[str, set[str]]:
-        application = (await self._details()).get("applications", {}).get("paceline", {})
         return {
             name: {replica["replica_id"] for replica in deployment["replicas"] if replica["state"] == "RUNNING"}
-            for name, deployment in application.get("deployments", {}).items()
+            for name, deployment in (await application(NAME)).get("deployments", {}).items()
         }
-
-    async def _details(self) -> dict[str, Any]:
-        client = _get_global_client()
-        assert client is not None
-        details: dict[str, Any] = await asyncio.to_thread(client.get_serve_details)
-        return details
 
 
 @pytest.fixture(scope="module")

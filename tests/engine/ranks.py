@@ -48,7 +48,7 @@ class CountingReducer(RankOrderReducer):
             self.turn.acquire()
 
 
-def gloo_reducers(world_size: int) -> list[CountingReducer]:
+def gloo_reducers(world_size: int, kind: type[CountingReducer] = CountingReducer) -> list[Any]:
     store = HashStore()
 
     def join(rank: int) -> CountingReducer:
@@ -56,7 +56,7 @@ def gloo_reducers(world_size: int) -> list[CountingReducer]:
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
         group: Any = ProcessGroupGloo(store, rank, world_size, options)
-        return CountingReducer(rank, world_size, group, torch.device("cpu"))
+        return kind(rank, world_size, group, torch.device("cpu"))
 
     return on_ranks(join, range(world_size))
 
@@ -86,8 +86,6 @@ def in_turn(work: Callable[[Any], Any], ranks: Sequence[Any], reducers: Sequence
 
 class AbsentOthers:
     """The reducer of a rank of two that is tried without the other: what it would add is 0."""
-
-    rank, world_size = 0, 2
 
     rank, world_size = 0, 2
 

@@ -103,3 +103,12 @@ class SlowDrafter:
 def alternate(engine, num_cohorts=2):
     """Make an engine run its rounds in so many cohorts."""
     engine.planner.choose_cohorts = lambda num_decoding: num_cohorts
+
+
+def alternating(engine):
+    """The engine in two cohorts, its target and drafter taking some turns of the event loop for each call."""
+    engine.verifier = OrderedTarget(engine.verifier, engine.scheduler)
+    engine.drafter = SlowDrafter(engine.drafter)
+    engine.verifier.delay, engine.drafter.delay = 3, 1
+    alternate(engine)
+    return engine

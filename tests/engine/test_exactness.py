@@ -8,14 +8,14 @@ Mutants, and the test that failed for each when it was tried:
 | rejection: residual without the subtraction | test_three_tokens_have_the_targets_joint_law |
 | rejection: bonus drawn from the row before | test_three_tokens_have_the_targets_joint_law |
 | rejection: draft_probs taken as 1 | test_three_tokens_have_the_targets_joint_law |
-| coupled: walk returns the draft's next token, not the one drawn | test_coupled_text_does_not_depend_on_the_draft |
-| logits: penalties ignore the draft's path | test_coupled_text_does_not_depend_on_the_draft |
-| logits: noise position ignores the depth | test_coupled_text_does_not_depend_on_the_draft |
-| logits: min_tokens ignores the depth | test_coupled_text_does_not_depend_on_the_draft |
-| verifier: an accepted path off the chain is not moved | test_coupled_text_does_not_depend_on_the_draft |
-| sequence: tokens after end-of-text are kept | test_coupled_text_does_not_depend_on_the_draft |
-| attention: padding overwrites a request's first entry | test_coupled_text_does_not_depend_on_the_draft |
-| batch: a node sees its siblings | test_coupled_text_does_not_depend_on_the_draft |
+| coupled: walk returns the draft's next token, not the one drawn | test_nothing_changes_what_a_client_sees |
+| logits: penalties ignore the draft's path | test_nothing_changes_what_a_client_sees |
+| logits: noise position ignores the depth | test_nothing_changes_what_a_client_sees |
+| logits: min_tokens ignores the depth | test_nothing_changes_what_a_client_sees |
+| verifier: an accepted path off the chain is not moved | test_nothing_changes_what_a_client_sees |
+| sequence: tokens after end-of-text are kept | test_nothing_changes_what_a_client_sees |
+| attention: padding overwrites a request's first entry | test_nothing_changes_what_a_client_sees |
+| batch: a node sees its siblings | test_nothing_changes_what_a_client_sees |
 | scheduler: accepted tokens are computed again | test_what_a_pass_draws_is_what_would_be_drawn_outside |
 | noise: a pass draws with another row's noise | test_what_a_pass_draws_is_what_would_be_drawn_outside |
 | noise: later steps draw with the first one's | test_what_a_pass_draws_is_what_would_be_drawn_outside |
@@ -47,10 +47,8 @@ from engine.verification.rule import RULES
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.proposing import context_model as wide_model
 from tests.engine.laws import Decisions, shaped_law
-from tests.engine.running import DRAFTERS, SAMPLING, chains, drafters, expected_tokens, make_engine, run
-from tests.fakes import ContextModel, CuttingDrafter, InterruptedDrafter, TreeDrafter
-
-# --- Equality: the coupled rule -------------------------------------------------------------------------------------
+from tests.engine.running import SAMPLING, chains, drafters, expected_tokens, make_engine, run
+from tests.fakes import ContextModel, CuttingDrafter, InterruptedDrafter
 
 
 def varied_requests(count=120):
@@ -79,76 +77,6 @@ def varied_requests(count=120):
             )
             requests.append((prompt, params))
     return requests
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return varied_requests()
-
-
-@pytest.fixture(scope="module")
-def plain(target, requests):
-    """The text without speculation."""
-    return run(make_engine(target, num_speculative_tokens=0), requests)
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_coupled_text_does_not_depend_on_the_draft(name, target, draft, requests, plain):
-    engine = make_engine(target, drafters(target, draft)[name], num_speculative_tokens=8)
-    assert run(engine, requests) == plain
-    if name != "always wrong":
-        assert engine.stats.num_accepted_tokens > 0
-
-
-def test_some_requests_end_early(plain):
-    """Else the equality above would not have seen an end inside an accepted run."""
-    assert sum(len(tokens) < 12 for tokens in plain.values()) > 20
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_blocks": 12, "max_num_seqs": 8},
-        {"max_num_batched_tokens": 24},
-        {"enable_prefix_caching": False},
-        {"block_size": 4},
-    ],
-    ids=["preempted", "chunked", "unshared", "small blocks"],
-)
-def test_text_does_not_depend_on_scheduling(settings, target, requests, plain):
-    engine = make_engine(target, chains(target), num_speculative_tokens=4, **settings)
-    some = requests[:90]
-    assert run(engine, some) == {str(i): plain[str(i)] for i in range(len(some))}
-    if "num_blocks" in settings:
-        assert engine.stats.num_preemptions > 0
-
-
-def test_text_survives_the_loss_of_the_targets_memory(target, requests, plain):
-    engine = make_engine(target, chains(target), num_speculative_tokens=4)
-
-    def lose(engine, rounds):
-        if rounds % 3 == 2:
-            for cache in (*engine.verifier._kv.keys, *engine.verifier._kv.values):
-                cache.fill_(7.0)
-            engine.reset()
-
-    some = requests[:60]
-    assert run(engine, some, between=lose) == {str(i): plain[str(i)] for i in range(len(some))}
-
-
-def test_what_a_rejected_token_left_behind_is_never_read(target, requests, plain):
-    """Blocks go back dirty; poisoned between rounds, nothing that is attended to may change."""
-    engine = make_engine(
-        target, lambda _: TreeDrafter(range(2, 20)), num_speculative_tokens=8, enable_prefix_caching=False
-    )
-
-    def poison(engine, _):
-        free = torch.tensor(list(engine.scheduler.pool._free))
-        for cache in (*engine.verifier._kv.keys, *engine.verifier._kv.values):
-            cache[free] = 50.0
-
-    some = requests[:60]
-    assert run(engine, some, between=poison) == {str(i): plain[str(i)] for i in range(len(some))}
 
 
 # --- Law: both rules ------------------------------------------------------------------------------------------------

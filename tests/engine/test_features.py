@@ -1,8 +1,8 @@
-"""Penalties, logprobs, grammars and stop strings under every drafter and both rules.
+"""Penalties, logprobs, grammars and stop strings under every drafter by the rejection rule.
 
-By the coupled rule everything that a client sees equals what it sees without speculation. By the rejection rule that
-holds at temperature 0; above it the text is another draw from the same law (test_exactness.py, test_grammar_law.py),
-which keeps to its grammar, ends before its stop string, and has the target's own log probabilities.
+Above temperature 0 a text is another draw from the target's law (test_exactness.py, test_grammar_law.py); it keeps to
+its grammar, ends before its stop string, and has the target's own log probabilities. At 0, and by the coupled rule,
+everything that a client sees is that of plain decoding (test_matrix.py).
 """
 
 import itertools
@@ -14,7 +14,7 @@ import torch
 from engine.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.grammars import GRAMMARS, matches
-from tests.engine.running import DRAFTERS, SENDING_ROWS, drafters, make_engine, run_outputs
+from tests.engine.running import SENDING_ROWS, drafters, make_engine, run_outputs
 from tests.engine.tokenizers import END, json_tokenizer
 
 STOPS = [letter + digit for letter in "abcdefgh" for digit in "0123456789"] + ["{", "q", "null"]
@@ -25,7 +25,6 @@ FEATURES = {
     "stop strings": SamplingParams(stop=STOPS, logprobs=1),
     "stop strings, kept": SamplingParams(stop=STOPS, include_stop_str_in_output=True, min_tokens=3),
 }
-SELF = "the target's first layer"
 
 
 def requests(temperatures):
@@ -50,8 +49,6 @@ def start(target, draft, make_grammars):
 
     def start(name=None, verification="coupled"):
         settings = {"num_speculative_tokens": 0 if name is None else 8, "verification": verification}
-        if name == SELF:
-            settings |= {"drafting": "self", "self_draft_layers": 1}
         drafter = drafters(target, draft, make_grammars(), tokens=range(1, VOCAB)).get(name)
         return make_engine(target, drafter, tokenizer=tokenizer, grammars=make_grammars(), **settings)
 
@@ -95,47 +92,9 @@ def check_logprobs(actual, expected):
 
 
 @pytest.fixture(scope="module")
-def plain(generate):
-    """The outputs without speculation."""
-    return generate(requests((0.0, 0.8)))
-
-
-@pytest.fixture(scope="module")
 def drawn(generate):
     """The outputs by the rejection rule at temperature 0.8, by drafter."""
     return {name: generate(requests((0.8,)), name, "rejection") for name in SENDING_ROWS}
-
-
-@pytest.mark.parametrize("name", [*DRAFTERS, SELF])
-def test_coupled_output_is_that_without_speculation(name, generate, plain):
-    for actual, expected in zip(generate(requests((0.0, 0.8)), name), plain, strict=True):
-        actual.check_equal(expected)
-
-
-@pytest.mark.parametrize("share", [0.3, 1.0])
-@pytest.mark.parametrize("name", [None, "a random draft", "running ahead"])
-def test_a_text_goes_on_in_another_engine_as_if_it_had_not_been_cut(name, share, start, plain):
-    """The first engine sends a share of each text's rounds; the second one gets their tokens."""
-    batch = requests((0.0, 0.8))
-    first, cut_after = start(name), [round(share * (len(output.token_ids) - 1)) for output in plain]
-    rounds = run_outputs(first, batch)
-    second, cut = start(name), {}
-    for (request_id, outputs), (prompt, params), num_tokens in zip(rounds.items(), batch, cut_after, strict=True):
-        lengths = itertools.accumulate(len(output.token_ids) for output in outputs)
-        kept = [output for output, length in zip(outputs, lengths, strict=True) if length <= num_tokens]
-        cut[request_id] = kept
-        token_ids = [token for output in kept for token in output.token_ids]
-        second.add(request_id, prompt, params, output_token_ids=token_ids)
-    rest = run_outputs(second, [])
-    for expected, (request_id, kept) in zip(plain, cut.items(), strict=True):
-        Output([*kept, *rest[request_id]]).check_equal(expected)
-
-
-@pytest.mark.parametrize("name", SENDING_ROWS)
-def test_greedy_output_by_the_rejection_rule_is_that_without_speculation(name, generate):
-    greedy = requests((0.0,))
-    for actual, expected in zip(generate(greedy, name, "rejection"), generate(greedy), strict=True):
-        actual.check_equal(expected)
 
 
 def with_feature(name, outputs, temperatures=(0.8,)):
@@ -176,10 +135,3 @@ def test_logprobs_are_the_targets_own(name, drawn, generate, target):
     rounds = run_outputs(engine, again).values()
     for ((prompt, _), output), (first, *_) in zip(pairs, rounds, strict=True):
         check_logprobs(output.logprobs, first.prompt_logprobs[len(prompt) - 1 :])
-
-
-def test_some_texts_end_early(plain):
-    """Else nothing above would have seen an end inside a round."""
-    for name in ("grammar", "stop strings", "stop strings, kept"):
-        outputs = [output for _, output in with_feature(name, plain, (0.0, 0.8))]
-        assert sum(output.reasons[0] == "stop" for output in outputs) >= 4, name

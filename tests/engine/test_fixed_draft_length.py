@@ -6,8 +6,7 @@ import pytest
 
 from engine.errors import RequestError
 from engine.params import SamplingParams
-from tests.engine.control.test_planner import DRAFTERS, Clock
-from tests.engine.running import drafters, make_engine, run, run_outputs, step
+from tests.engine.running import drafters, make_engine, run_outputs, step
 from tests.engine.test_exactness import TARGET, UNLIKE
 
 K = 4
@@ -65,23 +64,6 @@ def test_others_keep_the_length_that_is_chosen_for_them():
     requests = [([1, 2, 3], params(3)), *others]
     outputs = run_outputs(engine, requests)
     assert [lengths_of(outputs[name]).keys() for name in "012"] == [{3}, {0}, {0}]
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_coupled_text_is_the_same_with_fixed_and_chosen_lengths(name):
-    def requests(*, plain):
-        lengths = (None, 1, 2, 4)
-        return [
-            (
-                [3, 1, 4, i % 5],
-                params(None if plain else lengths[i % 4], fixed=not plain and i % 4 > 0, max_tokens=30 + i),
-            )
-            for i in range(16)
-        ]
-
-    engine = adaptive_engine(name, clock=Clock(), max_num_seqs=3)
-    plain = make_engine(TARGET, num_speculative_tokens=0, max_num_seqs=3, block_size=4)
-    assert run(engine, requests(plain=False)) == run(plain, requests(plain=True))
 
 
 @pytest.mark.parametrize(("settings", "most"), [({}, K), ({"speculation": "off"}, 0)], ids=["adaptive", "off"])

@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from cluster.workers.loading import load_drafter, load_verifier
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.assembly import assemble
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
-from engine.drafting.model.feature_store import FeatureStore
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.execution.registry import make_backend
 from engine.models.registry import open_model
@@ -91,7 +90,7 @@ def test_texts_go_on_to_the_end_of_scaled_positions_and_drafts_to_that_of_their_
     with pytest.raises(ModelError, match=r"max_model_len is 257, but .*/target takes 256 tokens"):
         make_llm(*folders, max_model_len=257)
     with pytest.raises(ModelError, match="max_model_len is 257, but"):
-        load_verifier(open_model(ModelConfig(str(folders[0]))), EngineConfig(max_model_len=257), shard=None)
+        assemble(open_model(ModelConfig(str(folders[0]))), None, EngineConfig(max_model_len=257))
     llm = make_llm(*folders, max_model_len=256, speculation="fixed")
     prompt, params = [5, 6, 7], SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
     [[tokens]] = token_ids(llm, [prompt], params)
@@ -217,13 +216,9 @@ def test_only_a_draft_that_is_judged_by_its_distribution_is_invariant(
         made.append(options.get("invariant", True))
         return make_backend(*arguments, **options)
 
-    monkeypatch.setattr("engine.llm.make_backend", make)
+    monkeypatch.setattr("engine.drafting.assembly.make_backend", make)
     make_llm(*models, verification=verification, num_blocks=64)
-    monkeypatch.setattr("cluster.workers.loading.make_backend", make)
-    sources = [open_model(ModelConfig(str(path), dtype="float32", device="cpu", compile="off")) for path in models]
-    config = EngineConfig(verification=verification, num_blocks=64)  # type: ignore[arg-type]
-    load_drafter(sources[1], sources[0], config, run_ahead=False, features=FeatureStore())
-    assert made == [True, invariant, invariant]
+    assert made == [True, invariant]
 
 
 def test_the_text_with_a_head_is_the_text_without(models: tuple[Path, Path], llm: LLM, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two rounds in flight: the text is that of one round after the other, for every drafter and rule."""
+"""Two rounds in flight: which requests each computes, what ends them, and their texts' law."""
 
 import asyncio
 import itertools
@@ -15,19 +15,13 @@ from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
 from engine.verification.rule import RULES
-from tests.engine.running import DRAFTERS, SAMPLING, chains, drafters, expected_tokens, make_engine, run
-from tests.engine.targets import OrderedTarget, SlowDrafter, alternate
-from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, TARGET, UNLIKE, joint_law, varied_requests
+from tests.engine.running import SAMPLING, chains, expected_tokens, make_engine
+from tests.engine.targets import alternate, alternating
+from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, TARGET, UNLIKE, joint_law
 
 
-def make_alternating(model, drafter, **settings):
-    """An engine of two cohorts, whose target and drafter take some turns of the event loop for each call."""
-    engine = make_engine(model, drafter, **settings)
-    engine.verifier = OrderedTarget(engine.verifier, engine.scheduler)
-    engine.drafter = SlowDrafter(engine.drafter)
-    engine.verifier.delay, engine.drafter.delay = 3, 1
-    alternate(engine)
-    return engine
+def make_alternating(*arguments, **settings):
+    return alternating(make_engine(*arguments, **settings))
 
 
 async def texts_of(engine, requests=()):
@@ -41,26 +35,6 @@ async def texts_of(engine, requests=()):
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     assert engine.verifier.most == 2
     return texts
-
-
-REQUESTS = varied_requests(16)
-
-
-@pytest.fixture(scope="module")
-def plain(target):
-    """The text without speculation, one round after the other."""
-    return run(make_engine(target, num_speculative_tokens=0), REQUESTS)
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-async def test_the_text_of_two_cohorts_is_that_of_one(name, target, draft, plain):
-    """With blocks for some of the requests only."""
-    settings = {"num_speculative_tokens": 6, "max_num_seqs": 12, "num_blocks": 90, "block_size": 4}
-    engine = make_alternating(target, drafters(target, draft)[name], **settings)
-    assert await texts_of(engine, REQUESTS) == plain
-    assert engine.stats.num_preemptions > 0
-    if name != "always wrong":
-        assert engine.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("verification", [name for name in RULES if name != "coupled"])

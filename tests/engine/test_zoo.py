@@ -1,4 +1,4 @@
-"""Every family that deployments/README.md lists as served writes transformers' own text, with drafts and without.
+"""Every family that docs/families.md lists as served writes transformers' own text, with drafts and without.
 
 Random small models with the layers of the family (`tests.families`), float32, greedy, through `LLM`.
 """

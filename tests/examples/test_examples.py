@@ -70,9 +70,3 @@ def test_the_script_for_two_machines_is_a_script_with_settings_that_exist():
     settings = dict(argument.split("=", 1) for argument in shlex.split(command))
     config = AppConfig.model_validate({**settings, "target_model": "big", "draft_model": "small"})
     assert config.label_selector.draft == {"role": "draft"}
-
-
-def test_the_readme_names_every_example_and_is_linked():
-    files = {path.name for path in HERE.iterdir() if path.is_file()} - {"__init__.py", "README.md", "test_examples.py"}
-    assert {name for name in files if f"({name})" not in (HERE / "README.md").read_text()} == set()
-    assert "tests/examples/README.md" in (HERE.parents[1] / "deployments" / "README.md").read_text()

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import transformers
 
-from tests.gpu.baseline import baseline
 from tests.gpu.kernels import kernels, noise_bits
 from tests.gpu.long import long_contexts
 from tests.gpu.memory import default_pair
-from tests.gpu.passes import PROMPTS, WIDE_CELLS, bandwidth, chains, passes, prompts
+from tests.gpu.passes import WIDE_CELLS, bandwidth, chains, passes, prompts
 from tests.gpu.ranks import ranks
 from tests.gpu.starts import kill, starts
 from tests.gpu.texts import equal_texts, flips
@@ -43,14 +42,6 @@ STAGES: dict[str, tuple[int, Callable[[str, bool], Iterator[Reading]]]] = {
     "target": (90, lambda device, dry: passes(device, "tiny", cells=_DRY_CELLS) if dry else passes(device, "8b")),
     "draft": (90, lambda device, dry: passes(device, "tiny", cells=_DRY_CELLS) if dry else passes(device, "1b")),
     "passes": (180, lambda device, dry: wide_passes(device, dry=dry)),
-    "baseline": (
-        180,
-        lambda device, dry: (
-            baseline(device, "tiny", context=64, prompts=_DRY_PROMPTS)
-            if dry
-            else baseline(device, "8b", context=1024, prompts=PROMPTS)
-        ),
-    ),
     "chain": (
         120,
         lambda device, dry: chains(device, "tiny", context=64, ks=(2,)) if dry else chains(device, "1b"),

@@ -18,11 +18,11 @@ from torch import Tensor
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Connector, Server
-from cluster.workers.responder import DraftResponder, TargetResponder
+from cluster.workers.draft_queue import DraftQueue
+from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig
 from engine.control import stats
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.registry import METHODS
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.protocols import Draft, Drafter, NoDrafter
@@ -90,17 +90,17 @@ def work(
 ) -> None:
     """Load a model in this thread and serve it in another, as Ray's actors do."""
     backend: Any = make_backend(shape, device, config, invariant=is_target)
-    responder: DraftResponder | TargetResponder
+    server = Server("127.0.0.1", _NODE)
     if is_target:
         responder = TargetResponder(ModelVerifier(backend, config), rank=0, capacity=4, version=1)
+        listener, work = server.listen(client, responder.answer), responder.work
     else:
-        drafter = METHODS["model"].make(config, DraftModel(backend, run_ahead=run_ahead))
-        responder = DraftResponder(drafter, capacity=4, version=1)
+        queue = DraftQueue(DraftModel(backend, run_ahead=run_ahead), config, capacity=4, is_shared=False)
+        listener = server.listen(client, lambda request: queue.submit(1, request, listener.send))
+        work = queue.step
     backend.warm_up()
-    server = Server("127.0.0.1", _NODE, client)
-    connection.send((server.endpoint, backend.info))
-    advance = [] if is_target else [responder.work]  # type: ignore[union-attr]
-    serving = Thread(target=server.serve, args=(responder.answer, *advance))
+    connection.send((listener.endpoint, backend.info))
+    serving = Thread(target=server.serve, args=(work,))
     serving.start()
     assert connection.recv() == "warm"
     before = _preparations()
@@ -121,7 +121,7 @@ async def _route(
     drafter: Drafter = NoDrafter()
     remote = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=60.0)
     if len(links) > 1:
-        remote.connect(links[1])
+        remote.connect(links[1], [].append)
         drafter = remote
     assert config.num_blocks is not None
     engine = Engine(

@@ -76,8 +76,8 @@ def _free_bytes(device: str) -> int:
 
 def _load(device: str, folder: str) -> dict[str, float]:
     """Load a target as a worker does; return the seconds of the parts that its log names."""
-    from cluster.workers.loading import load_verifier
     from engine.config import ModelConfig
+    from engine.drafting.assembly import assemble
     from engine.models.registry import open_model
 
     seconds: dict[str, float] = {"import_s": round(time.time() - psutil.Process().create_time(), 1)}
@@ -95,7 +95,7 @@ def _load(device: str, folder: str) -> dict[str, float]:
     source = open_model(
         ModelConfig(folder, device=device, dtype=dtype, compile="off" if device == "cpu" else "auto")  # type: ignore[arg-type]
     )
-    load_verifier(source, EngineConfig(num_blocks=1024), shard=None)
+    assemble(source, None, EngineConfig(num_blocks=1024)).load_verifier()
     seconds["rest_s"] = round(time.perf_counter() - imported - sum(seconds.values()) + seconds["import_s"], 1)
     return seconds
 

@@ -32,25 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(str(error), style="red", markup=False)
         return 2
     report.write(options.out, ["python", "-m", str(__package__), *words])
-    is_drawn = _draw(report, options)
     report.show(console)
-    files = "summary.json,requests.jsonl,config.json" + (",load.png" if is_drawn else "")
-    console.print(f"written: {options.out}/{{{files}}}", style="dim")
+    console.print(f"written: {options.out}/{{summary.json,requests.jsonl,config.json}}", style="dim")
     return 1 if report.problems else 0
-
-
-def _draw(report: Report, options: Options) -> bool:
-    """Draw the run, if matplotlib is installed; return whether it is."""
-    try:
-        from .picture import draw_run, draw_sweep
-    except ModuleNotFoundError:
-        return False
-    png = options.out / "load.png"
-    if report.levels:
-        draw_sweep(report.levels, options.limits, "requests per second" if options.rate else "users", png)
-    else:
-        draw_run(report.run.records, options.limits, png)
-    return True
 
 
 async def _test(options: Options, console: Console) -> Report:

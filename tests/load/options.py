@@ -79,7 +79,7 @@ class Options(BaseModel):
     """compare every text: a server's URL, which is asked without drafts, or `engine`, or `engine:MODEL`: the target
     alone, in this process"""
     out: Path = Field(default_factory=lambda: Path("load-results") / datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ"))
-    """folder for summary.json, requests.jsonl, config.json and load.png (default: load-results/TIME)"""
+    """folder for summary.json, requests.jsonl and config.json (default: load-results/TIME)"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

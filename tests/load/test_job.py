@@ -65,7 +65,7 @@ import sys
 import paceline_load.__main__
 loaded = {name.partition(".")[0] for name in sys.modules}
 heavy = {"torch", "ray", "engine", "transformers", "psutil"}
-print(sorted(loaded & {"pytest", "aiohttp", "scipy", "openai", "matplotlib", *heavy}))
+print(sorted(loaded & {"pytest", "aiohttp", "scipy", "openai", *heavy}))
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.stdout.strip() == "[]", ended.stderr

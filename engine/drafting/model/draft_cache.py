@@ -9,8 +9,9 @@ is computed again for each proposal, in the pass of the last token.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from engine.blocks.block_pool import BlockTable, block_table
@@ -75,6 +76,10 @@ class DraftCache:
         self.free_blocks = [] if kv else list(range(1, config.num_blocks + 1))  # padding writes to block 0
         self.prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self.backend = backend
+        self.forget: Callable[[str], None] = self.release
+        """Called with a request that makes room for others; frees its blocks."""
+        self.choose_victim: Callable[[Sequence[str]], str] = itemgetter(0)
+        """Chooses that request, of names whose least recently used is first."""
         self._chunk = config.max_num_batched_tokens
 
     def release(self, request_id: str) -> None:
@@ -113,11 +118,11 @@ class DraftCache:
         return True
 
     def evict(self, current: Container[str]) -> bool:
-        """Free the blocks of the least recently used request that is not current; return False if there is none."""
-        victim = next((name for name in self.prefixes if name not in current), None)
-        if victim is not None:
-            self.release(victim)
-        return victim is not None
+        """Free the blocks of a request that is not current; return False if there is none."""
+        names = [name for name in self.prefixes if name not in current]
+        if names:
+            self.forget(self.choose_victim(names))
+        return bool(names)
 
     def reserve(self, prefix: CachedPrefix, length: int) -> bool:
         """Give a prefix blocks for `length` tokens, and a slot; return False if there are not enough free ones."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.models.source import ModelSource, shared_tokens
+from engine.models.source import ModelSource
 from engine.sampling import noise
 
 logger = logging.getLogger(__name__)
@@ -26,12 +26,12 @@ _NEVER = -1e30
 """Logit of tokens that the draft lacks: of probability 0, but finite, because a grammar may allow no other tokens."""
 
 
-def translated(backend: Backend, target: ModelSource, draft: ModelSource) -> Backend:
+def translated(backend: Backend, target: ModelSource, draft: ModelSource, shared: dict[int, int] | None) -> Backend:
     """Return a draft's backend that reads and gives the target's token ids; the same one if the ids are the same.
 
-    Raises ModelMismatchError if the two have too few tokens in common.
+    Args:
+        shared: the result of `shared_tokens`.
     """
-    shared = shared_tokens(target, draft)
     if shared is None:
         return backend
     logger.info("the draft's tokenizer is another one: it can draft %d of the target's tokens", len(shared))

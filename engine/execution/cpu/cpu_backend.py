@@ -92,7 +92,9 @@ class CpuBackend(EagerBackend):
         if self._source.config.compile == "auto":
             if (reason := self._reason_not_to_compile()) is not None:
                 logger.info("%s runs eagerly: %s", self.info.name, reason)
-            elif not self.use_compiled() and compile_missing:
+            elif all(path.exists() for path in self._package_files):
+                self._try_to_adopt()
+            elif compile_missing:
                 self._compiler = BackgroundCompiler(
                     self._source,
                     self.info.dtype,
@@ -133,15 +135,6 @@ class CpuBackend(EagerBackend):
         # What models share comes last, so that those which are compiled at once do not wait for each other.
         packages.compile_once(packages.noise_path(), packages.compile_noise)
         self._adopt()
-
-    def use_compiled(self) -> bool:
-        """Load compiled passes if they are in the cache; return whether they are."""
-        if self._reason_not_to_compile() is not None:
-            return False
-        was_compiled = all(path.exists() for path in self._package_files)
-        if was_compiled:
-            self._try_to_adopt()
-        return was_compiled
 
     @functools.cached_property
     def _step(self) -> Step:

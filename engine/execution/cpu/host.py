@@ -8,11 +8,10 @@ served workers, so that idle ones leave their cores to others), waking takes lon
 import os
 from pathlib import Path
 
-from engine.errors import ModelError
+import psutil  # type: ignore[import-untyped]
 
 MULTIPLICATIONS_PER_THREAD = 20_000_000
 MULTIPLICATIONS_PER_SLEEPING_THREAD = 150_000_000
-_MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -23,22 +22,16 @@ def num_threads(num_multiplications: int, max_threads: int) -> int:
     return max(1, min(max_threads, num_multiplications // share))
 
 
-def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return the kernel's MemAvailable, within the container's limit (cgroup v2); raise ModelError if there is none.
+def free_bytes(cgroup: Path = _CGROUP) -> int:
+    """Return the machine's available memory, within the container's limit (cgroup v2).
 
     Inactive file caches of a container count as free.
     """
-    available = _figures(meminfo).get("MemAvailable:")
-    if available is None:
-        raise ModelError("cannot read the free memory of this machine; set num_blocks")
+    available: int = psutil.virtual_memory().available
     limit, usage = cgroup / "memory.max", cgroup / "memory.current"
     if not (limit.exists() and usage.exists()) or (text := limit.read_text().strip()) == "max":
-        return available * 1024
-    reclaimable = _figures(cgroup / "memory.stat").get("inactive_file", 0)
-    return min(available * 1024, max(0, int(text) - int(usage.read_text()) + reclaimable))
-
-
-def _figures(path: Path) -> dict[str, int]:
-    """Return the numbers in a file with a name and a number in each line; nothing if there is no such file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {name: int(number) for name, number, *_ in map(str.split, lines)}
+        return available
+    statistics = cgroup / "memory.stat"
+    lines = statistics.read_text().splitlines() if statistics.exists() else []
+    reclaimable = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return min(available, max(0, int(text) - int(usage.read_text()) + reclaimable))

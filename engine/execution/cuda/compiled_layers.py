@@ -19,6 +19,7 @@ from triton import knobs  # type: ignore[import-untyped]
 from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
+from engine.execution.cuda.kernels import cache_write
 from engine.execution.cuda.kernels import triton_attention as paged_attention
 from engine.heads.head import Head
 from engine.models.layers.layer_attention import AttentionParams
@@ -56,7 +57,7 @@ class TritonContext(PagedContext):
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor | None = None) -> None:
         """Write without attending; see `PagedContext.write`."""
         slots = self.slots if slots is None else slots
-        paged_attention.write(key, value, self.kv.keys[layer], self.kv.values[layer], slots)
+        cache_write.write(key, value, self.kv.keys[layer], self.kv.values[layer], slots)
 
     @contextmanager
     def current(self) -> Iterator["OperatorContext"]:

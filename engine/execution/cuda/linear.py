@@ -26,45 +26,31 @@ _MAX_CHECKED_NUMBERS = 2**28
 logger = logging.getLogger(__name__)
 
 
-class InvariantLinear(nn.Module):
+class InvariantLinear(nn.Linear):
     """A linear layer with 16-bit weights [out, in]; see above."""
 
-    def __init__(self, linear: nn.Linear, *, invariant: bool = True) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.out_features = linear.out_features
-        self._uses_cublas = not invariant or cublas_agrees(
-            linear.weight.shape, linear.weight.dtype, linear.weight.device
-        )
+    uses_cublas: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        output: Tensor = torch.ops.paceline.invariant_linear(x, self.weight, self.bias, None, self._uses_cublas)
+        output: Tensor = torch.ops.paceline.invariant_linear(x, self.weight, self.bias, None, self.uses_cublas)
         return output
 
 
 class InvariantRowLinear(RowLinear):
     """A rank's slice of such a layer's inputs; see `RowLinear`."""
 
-    def __init__(self, linear: RowLinear) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias, self.reducer_key = linear.weight, linear.bias, linear.reducer_key
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight
-        self._uses_cublas = cublas_agrees(weight.shape, weight.dtype, weight.device, torch.float32)
+    uses_cublas: bool
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
-        operands = (x, self.weight, None, None, self._uses_cublas, torch.float32)
+        operands = (x, self.weight, None, None, self.uses_cublas, torch.float32)
         output: Tensor = torch.ops.paceline.invariant_linear(*operands)
         return output
 
 
 class InvariantQuantizedLinear(QuantizedLinear):
     """A linear layer with quantised weights, which the kernel reads as they are, for any number of rows."""
-
-    def __init__(self, layer: QuantizedLinear) -> None:
-        super().__init__(layer.values, layer.scales, layer.bias, layer.zeros)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
@@ -76,15 +62,19 @@ class InvariantQuantizedLinear(QuantizedLinear):
 class InvariantQuantizedRowLinear(QuantizedRowLinear):
     """A rank's slice of such a layer's inputs; see `QuantizedRowLinear`."""
 
-    def __init__(self, layer: QuantizedRowLinear) -> None:
-        super().__init__(layer.values, layer.scales, layer.bias, layer.zeros)
-        self.reducer_key = layer.reducer_key
-
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
         operands = (x, self.values, None, self.scales, False, torch.float32, self.zeros)
         output: Tensor = torch.ops.paceline.invariant_linear(*operands)
         return output
+
+
+_INVARIANT: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: InvariantLinear,
+    RowLinear: InvariantRowLinear,
+    QuantizedLinear: InvariantQuantizedLinear,
+    QuantizedRowLinear: InvariantQuantizedRowLinear,
+}
 
 
 def sum_in_order() -> None:
@@ -95,26 +85,21 @@ def sum_in_order() -> None:
 
 
 def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = True) -> None:
-    """Replace every linear layer of a model in a 16-bit number format; without `invariant`, cuBLAS need not agree."""
+    """Make every linear layer invariant, in a 16-bit number format; without `invariant`, cuBLAS need not agree."""
     if dtype == torch.float32:
         return
     if invariant:
         sum_in_order()
-    replaced: dict[nn.Module, nn.Module] = {}  # one for all parents: a head may share its last layer with the target
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if child in replaced:
-                setattr(parent, name, replaced[child])
-                continue
-            if type(child) is nn.Linear:
-                replaced[child] = InvariantLinear(child, invariant=invariant)
-            elif type(child) is RowLinear:
-                replaced[child] = InvariantRowLinear(child)
-            elif type(child) is QuantizedRowLinear:
-                replaced[child] = InvariantQuantizedRowLinear(child)
-            elif type(child) is QuantizedLinear:
-                replaced[child] = InvariantQuantizedLinear(child)
-            setattr(parent, name, replaced.get(child, child))
+    for layer in module.modules():
+        if (invariant_class := _INVARIANT.get(type(layer))) is None:
+            continue
+        layer.__class__ = invariant_class  # in place: a head may share its last layer with the target
+        if isinstance(layer, InvariantLinear):
+            weight = layer.weight
+            layer.uses_cublas = not invariant or cublas_agrees(weight.shape, weight.dtype, weight.device)
+        elif isinstance(layer, InvariantRowLinear):
+            weight = layer.weight
+            layer.uses_cublas = cublas_agrees(weight.shape, weight.dtype, weight.device, torch.float32)
     if experts := experts_of(module):
         group_experts(module)
         for block in list(module.modules()):
@@ -126,7 +111,7 @@ def _wrap_router(block: nn.Module) -> None:
     """Let our product compute a router, which is no linear layer, but calls torch's function with its weight."""
     for child in block.children():
         weight = child._parameters.get("weight")
-        if weight is not None and weight.dim() == 2 and not isinstance(child, (nn.Linear, InvariantLinear)):
+        if weight is not None and weight.dim() == 2 and not isinstance(child, nn.Linear):
             child.weight = RouterWeight(weight.data, requires_grad=False)
 
 

@@ -19,14 +19,14 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from engine.config import Dtype, ModelConfig
+from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.models.registry import open_model
 from tests.bench.compare import compile_models, conditions, write
 from tests.bench.methods.domains import REPEAT, changed, read_domains
-from tests.bench.methods.large_target import DESCRIPTION, make_hybrid_target, make_large_target
-from tests.bench.methods.pairs import Contender, LoadedPair, TransformersWays, Turn, contenders, copies_outputs, run
-from tests.bench.methods.tables import MethodCell, adaptive, best, draw, every_row, read
+from tests.bench.methods.large_target import DESCRIPTION, make_large_target
+from tests.bench.methods.pairs import LoadedPair, Turn, contenders, copies_outputs, run
+from tests.bench.methods.tables import MethodCell, table_of
 from tests.bench.workload import Cell, Workload
 
 NUM_TURNS = 2
@@ -40,7 +40,7 @@ class Selection:
     Attributes:
         adaptive: the methods that also choose their draft lengths themselves.
         domains: all, if empty.
-        large: the large target takes the place of the workload's; hybrid: the large one with linear layers.
+        large: the large target takes the place of the workload's.
     """
 
     methods: Sequence[str]
@@ -51,11 +51,10 @@ class Selection:
     batch_sizes: Sequence[int]
     domains: Sequence[str] = ()
     large: bool = False
-    hybrid: bool = False
 
 
 def methods(
-    workload: Workload, selection: Selection, console: Console, *, json: Path | None = None, png: Path | None = None
+    workload: Workload, selection: Selection, console: Console, *, json: Path | None = None
 ) -> list[MethodCell]:
     torch.set_num_threads(workload.num_threads)
     known = read_domains(open_model(ModelConfig(workload.target)).tokenizer)
@@ -65,50 +64,31 @@ def methods(
     with TemporaryDirectory(prefix="paceline-large-") as folder:
         if selection.large:
             target = make_large_target(Path(workload.target), Path(folder))
-            target = make_hybrid_target(target, target / "hybrid") if selection.hybrid else target
             workload = replace(workload, target=str(target))
-            if not selection.hybrid:  # linear layers run eagerly
-                compile_models(workload, console)
+            compile_models(workload, console)
         workload = replace(workload, prompts=[ids for prompts in domains.values() for ids in prompts])
         pair = LoadedPair(
             workload,
             max_num_seqs=max(selection.batch_sizes),
             max_length=max(map(len, workload.prompts)) + workload.num_tokens + max(selection.lengths),
         )
-        peer_dtype: Dtype = "bfloat16" if selection.large else "auto"  # the faster one
-        ways = TransformersWays(replace(workload, dtype=peer_dtype))
         cells: list[MethodCell] = []
         # Each temperature and batch size with all domains, so that a table's rows are whole.
         places = list(itertools.product(selection.temperatures, selection.batch_sizes, domains))
         for heat, size, domain in track(places, console=console, description="cells"):
             turns = _turns(domains[domain], size, workload.num_turns or NUM_TURNS)
-            cells += _measure(pair, ways, selection, turns, Cell(size, heat), domain, workload.num_tokens)
+            cells += _measure(pair, selection, turns, Cell(size, heat), domain, workload.num_tokens)
     if selection.large:
         console.print(DESCRIPTION, highlight=False)
-    _show(cells, console, json, png)
-    console.print(f"transformers computes in {peer_dtype}", highlight=False)
+    console.print(table_of(cells))
+    if json is not None:
+        write(cells, json)
     console.print(conditions(workload), highlight=False)
     return cells
 
 
-def show_parts(sources: Sequence[Path], console: Console, *, json: Path | None, png: Path | None) -> None:
-    """Print and draw what earlier runs have measured in parts, and write their cells to one file."""
-    _show(read(sources), console, json, png)
-
-
-def _show(cells: Sequence[MethodCell], console: Console, json: Path | None, png: Path | None) -> None:
-    for table in (every_row(cells), best(cells), adaptive(cells)):
-        if table.row_count:
-            console.print(table)
-    if json is not None:
-        write(cells, json)
-    if png is not None:
-        draw(cells, png)
-
-
 def _measure(
     pair: LoadedPair,
-    ways: TransformersWays,
     selection: Selection,
     turns: list[list[list[int]]],
     cell: Cell,
@@ -129,13 +109,10 @@ def _measure(
             run(engine, prompts, cell.temperature, num_tokens)
         turns = [[changed(ids, nth) for ids in prompts] for nth, prompts in enumerate(turns)]
     results: list[list[Turn]] = [[] for _ in rows]
-    peers: dict[str, list[Turn]] = {}
     for turn, prompts in enumerate(turns):
         first = turn * 3 % len(rows)
         for index in [*range(first, len(rows)), *range(first)]:
             results[index].append(run(engines[index], prompts, cell.temperature, num_tokens))
-        for name, continued in ways.run(prompts, cell.temperature):
-            peers.setdefault(name, []).append(continued)
     plain = results[0]
     return [
         MethodCell(
@@ -151,10 +128,7 @@ def _measure(
             exact=all(base.texts == turn.texts for base, turn in zip(plain, result, strict=True)),
             large=selection.large,
         )
-        for row, result in [
-            *zip(rows, results, strict=True),
-            *((Contender(name, "", 0), turns_of) for name, turns_of in peers.items()),
-        ]
+        for row, result in zip(rows, results, strict=True)
     ]
 
 

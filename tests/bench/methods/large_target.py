@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+from transformers import AutoConfig, AutoTokenizer
 
 NUM_LAYERS = 24
 INTERMEDIATE_SIZE = 28_672
@@ -46,62 +46,6 @@ def make_large_target(
         {"format": "pt"},
     )
     AutoTokenizer.from_pretrained(target).save_pretrained(folder)
-    return folder
-
-
-def make_hybrid_target(large: Path, folder: Path) -> Path:
-    """Write a large target with a linear layer in place of each layer that adds nothing; return the folder.
-
-    The state of its Mamba-2 layers takes 0.7 % of the weights' bytes, as in Nemotron-H. They add nothing either, but
-    every pass computes them, and reads and writes the states.
-    """
-    config, weights = AutoConfig.from_pretrained(large), load_file(large / "model.safetensors")
-    attends = [
-        bool(weights[f"model.layers.{i}.self_attn.o_proj.weight"].any()) for i in range(config.num_hidden_layers)
-    ]
-    hybrid = GraniteMoeHybridConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        shared_intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=config.rope_parameters,
-        position_embedding_type="rope",
-        attention_multiplier=config.head_dim**-0.5,
-        tie_word_embeddings=config.tie_word_embeddings,
-        bos_token_id=None,
-        eos_token_id=config.eos_token_id,
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        layer_types=["full_attention", "linear_attention"] * (config.num_hidden_layers // 2),
-        mamba_n_heads=15,
-        mamba_d_state=128,
-        mamba_expand=5,
-        dtype=torch.bfloat16,
-    )
-    torch.manual_seed(0)
-    model = GraniteMoeHybridForCausalLM(hybrid).to(torch.bfloat16)
-    state = model.state_dict()
-    sources = [i for i, adds in enumerate(attends) if adds] + [i for i, adds in enumerate(attends) if not adds]
-    places = [*range(0, len(sources), 2), *range(1, len(sources), 2)]  # those that add something attend
-    for source, place in zip(sources, places, strict=True):
-        old, new = f"model.layers.{source}.", f"model.layers.{place}."
-        ways_in = [weights[f"{old}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        state[f"{new}shared_mlp.input_linear.weight"].copy_(torch.cat(ways_in))
-        state[f"{new}shared_mlp.output_linear.weight"].copy_(weights[f"{old}mlp.down_proj.weight"])
-        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-            state[new + name].copy_(weights[old + name])
-        for name in (name for name in state if name.startswith(f"{new}self_attn.")):
-            state[name].copy_(weights[old + name.removeprefix(new)])
-        if f"{new}mamba.out_proj.weight" in state:
-            state[f"{new}mamba.out_proj.weight"].zero_()
-    for name in ("model.embed_tokens.weight", "model.norm.weight"):
-        state[name].copy_(weights[name])
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(large).save_pretrained(folder)
     return folder
 
 

@@ -4,13 +4,13 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.registry import choose_method
+from engine.drafting.registry import method_of
+from engine.drafting.settle import choose_method
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.registry import make_backend
@@ -19,13 +19,10 @@ from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
 from engine.verification.verifier import ModelVerifier
-from tests.bench.contestants.with_transformers import generate, load, load_assistant
 from tests.bench.methods.tables import ADAPTIVE, PLAIN, UNUSED
 from tests.bench.workload import Workload
 
 SELF_DRAFT_LAYERS = 4
-NUM_LOOKUP_TOKENS = 10
-NUM_ASSISTANT_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +72,12 @@ class Turn:
     """What a batch took, and its texts as token ids.
 
     Attributes:
-        tokens_per_pass: tokens of a request per pass, the pass that ended its prompt not counted; 0 if not counted.
+        tokens_per_pass: tokens of a request per pass, the pass that ended its prompt not counted.
     """
 
     seconds: float
     texts: list[list[int]]
-    tokens_per_pass: float = 0.0
+    tokens_per_pass: float
 
 
 class LoadedPair:
@@ -112,7 +109,7 @@ class LoadedPair:
             max_num_seqs=self._max_num_seqs,
             **contender.settings,  # type: ignore[arg-type]
         )
-        method = choose_method(config, has_draft_model=True)
+        method = method_of(config.drafting)
         info = self.target.info
         drafting = replace(config, enable_prefix_caching=remembers_outputs)
         drafter = method.make(drafting, DraftModel(self.draft, info.vocab_size) if method.runs_in == "draft" else None)
@@ -151,22 +148,3 @@ def run(engine: Engine, prompts: Sequence[list[int]], temperature: float, num_to
             texts[index] += output.token_ids
     seconds, num_tokens = time.perf_counter() - started, sum(len(text) - 1 for text in texts)
     return Turn(seconds, texts, num_tokens / passes if passes else 1.0)
-
-
-class TransformersWays:
-    """transformers' own ways to continue texts: plain, and, one text at a time, by prompt lookup or assisted."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._model = load(workload, workload.target)
-        lengths = {"transformers-assisted": None, f"transformers-assisted-{NUM_ASSISTANT_TOKENS}": NUM_ASSISTANT_TOKENS}
-        self._single = {name: {"assistant_model": load_assistant(workload, k)} for name, k in lengths.items()}
-        self._single["transformers-lookup"] = {"prompt_lookup_num_tokens": NUM_LOOKUP_TOKENS}
-        self._num_tokens = workload.num_tokens
-
-    def run(self, prompts: Sequence[list[int]], temperature: float) -> Iterator[tuple[str, Turn]]:
-        """Continue the prompts together in each way that can; sampled texts have seeds of their own."""
-        ways: dict[str, dict[str, Any]] = {"transformers": {}} | (self._single if len(prompts) == 1 else {})
-        for name, options in ways.items():
-            started = time.perf_counter()
-            texts = generate(self._model, prompts, temperature, self._num_tokens, **options)
-            yield name, Turn(time.perf_counter() - started, texts)

@@ -23,18 +23,15 @@ def selection():
 
 
 def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workload, selection, console, tmp_path):
-    path, png = tmp_path / "cells.json", tmp_path / "methods.png"
-    cells = methods(workload, selection, console, json=path, png=png)
-    named = {(cell.method, *cell.setting): cell for cell in cells}
+    path = tmp_path / "cells.json"
+    cells = methods(workload, selection, console, json=path)
+    named = {(cell.method, cell.batch_size, cell.temperature): cell for cell in cells}
     for size, heat in ((1, 0.0), (1, 0.7), (2, 0.0), (2, 0.7)):
         own = ("none", "model", "ngram", "tree", "model+suffix", "model adaptive")
         assert all(named[name, size, heat].exact for name in own)
         assert named["none", size, heat].speedup == named["none", size, heat].mean_acceptance_length == 1.0
-        assert named["transformers", size, heat].exact == (heat == 0.0)
-    assert named["transformers-lookup", 1, 0.0].exact
     written = json.loads(path.read_text())
     assert [MethodCell(**fields) for fields in written] == cells
-    assert png.stat().st_size > 10_000
 
 
 def test_only_methods_that_copy_write_the_earlier_answers_first(workload):

@@ -1,19 +1,12 @@
 """The large target computes what the small one computes."""
 
-import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
 from engine import LLM, SamplingParams
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
-from tests.bench.methods.large_target import make_hybrid_target, make_large_target
+from tests.bench.methods.large_target import make_large_target
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_the_large_target_writes_the_small_ones_text_and_accepts_the_same_drafts(tmp_path, hybrid):
-    large = make_large_target(BUNDLED_TARGET, tmp_path, num_layers=24 if hybrid else 14, intermediate_size=640)
-    large = make_hybrid_target(large, tmp_path / "hybrid") if hybrid else large
+def test_the_large_target_writes_the_small_ones_text_and_accepts_the_same_drafts(tmp_path):
+    large = make_large_target(BUNDLED_TARGET, tmp_path, num_layers=14, intermediate_size=640)
     prompts, settings = (
         ["This PEP proposes", "def add(a, b):"],
         {"dtype": "float32", "compile": "off", "num_blocks": 40},
@@ -26,15 +19,3 @@ def test_the_large_target_writes_the_small_ones_text_and_accepts_the_same_drafts
                 results.append((target == large, result.outputs[0].token_ids, result.outputs[0].stats))
     small, wide = ([output[1:] for output in results if output[0] == is_large] for is_large in (False, True))
     assert small == wide
-
-
-def test_every_pass_reads_weights_that_add_nothing(tmp_path):
-    make_large_target(BUNDLED_TARGET, tmp_path, num_layers=14, intermediate_size=640)
-    weights = load_file(tmp_path / "model.safetensors")
-    assert weights["model.layers.3.mlp.up_proj.weight"].shape[0] == 640
-    assert weights["model.layers.3.mlp.up_proj.weight"][512:].std() > 0
-    assert not weights["model.layers.3.mlp.down_proj.weight"][:, 512:].any()
-    assert not weights["model.layers.13.self_attn.o_proj.weight"].any()
-    small = AutoModelForCausalLM.from_pretrained(BUNDLED_TARGET, dtype=torch.bfloat16)
-    large = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert large.num_parameters() > small.num_parameters()

@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.bench.compare import compile_models, conditions, write
 from tests.bench.paced.light_pair import make_light_pair
 from tests.bench.paced.roofline import Pair
-from tests.bench.paced.tables import PacedCell, draw, paced_cells, show
+from tests.bench.paced.tables import PacedCell, paced_cells, show
 from tests.bench.paced_device import environment
 from tests.bench.turns import Start, collect
 from tests.bench.worker import WorkerProcess
@@ -37,7 +37,6 @@ def paced(
     console: Console,
     *,
     json: Path | None = None,
-    png: Path | None = None,
     start: Start = WorkerProcess,
 ) -> list[str]:
     """Measure, print and write; returns what went wrong.
@@ -61,8 +60,6 @@ def paced(
     console.print(conditions(workload), highlight=False)
     if json is not None:
         write(cells, json)
-    if png is not None:
-        draw(cells, png)
     return failures
 
 

@@ -10,11 +10,12 @@ from typing import Self
 
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
-from cluster.workers.responder import DraftResponder, TargetResponder
+from cluster.transport import Link
+from cluster.workers.draft_queue import DraftQueue
+from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo, Speculation
-from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.registry import choose_method
+from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.engine import Engine
 from engine.execution.backend import Backend
@@ -101,14 +102,26 @@ class Models:
     def verifier(self, config: EngineConfig, pace: Callable[[Backend], Backend]) -> ModelVerifier:
         return ModelVerifier(pace(self.target), config, self._grammars())
 
-    def draft_model(self, backend: Backend, *, run_ahead: bool) -> DraftModel:
-        return DraftModel(backend, self.target.info.vocab_size, self._grammars(), run_ahead)
-
-    def drafter(
-        self, config: EngineConfig, pace: Callable[[Backend], Backend], clock: Callable[[], float], *, run_ahead: bool
-    ) -> ModelDrafter | RunAheadDrafter:
-        draft = self.draft_model(pace(self.draft), run_ahead=run_ahead)
-        return RunAheadDrafter(draft, config, clock=clock) if run_ahead else ModelDrafter(draft, config)
+    def drafts(
+        self,
+        config: EngineConfig,
+        pace: Callable[[Backend], Backend],
+        clock: Callable[[], float],
+        *,
+        run_ahead: bool,
+        num_groups: int = 1,
+    ) -> DraftQueue:
+        """Return what drafts for so many groups, as a draft worker makes it."""
+        assert config.num_blocks is not None
+        draft = DraftModel(pace(self.draft), self.target.info.vocab_size, self._grammars(), run_ahead)
+        settings = replace(
+            config, max_num_seqs=num_groups * config.max_num_seqs, num_blocks=num_groups * config.num_blocks
+        )
+        capacity = 4 * config.max_num_seqs
+        queue = DraftQueue(draft, settings, capacity=capacity, is_shared=num_groups > 1, clock=clock)
+        # A drafter that runs ahead is made by the method, which knows no clock but the machine's.
+        queue._make = lambda settings, draft: RunAheadDrafter(draft, settings, clock=clock)
+        return queue
 
     def _grammars(self) -> Grammars:
         info = self.target.info
@@ -120,9 +133,9 @@ def answer_verifications(verifier: ModelVerifier, config: EngineConfig) -> Targe
     return TargetResponder(verifier, rank=0, capacity=4 * config.max_num_seqs, version=1)
 
 
-def answer_drafts(drafter: ModelDrafter | RunAheadDrafter, config: EngineConfig) -> DraftResponder:
-    """Return what answers the Router's messages, as a draft worker makes it."""
-    return DraftResponder(drafter, capacity=4 * config.max_num_seqs, version=1)
+def use(drafter: RemoteDrafter, link: Link) -> None:
+    """Draft with the worker at the end of a link, whatever fails."""
+    drafter.connect(link, lambda _: use(drafter, link))
 
 
 def make_engine(
@@ -131,7 +144,7 @@ def make_engine(
     """Return an engine as a Router makes it, and its two roles, which are not connected yet."""
     drafter = RemoteDrafter(vocab_size=info.vocab_size, timeout_s=1.0)
     verifier = RemoteVerifier(vocab_size=info.vocab_size, timeout_s=60.0)
-    method = choose_method(config, has_draft_model=True)
+    method = method_of(config.drafting)
     assert config.num_blocks is not None
     engine = Engine(
         config,

@@ -1,11 +1,8 @@
-"""Cells of the paced comparison, and the tables and the picture that are made of them."""
+"""Cells of the paced comparison, and the tables that are made of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -13,11 +10,9 @@ from tests.bench.contestants.processes import NAMES
 from tests.bench.figures import Row, figure, paired_ratio
 from tests.bench.paced.roofline import Pair
 from tests.bench.workload import Setting, Workload
-from tests.load.picture import COLOURS, STYLE, save
 
 LATE = 1.1
 """A target pass that takes so many times its roofline was not only paced."""
-LABELS = {"plain": "no draft", "speculative": "draft in turn", "run-ahead": "draft runs ahead"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +112,6 @@ def warnings(cells: Sequence[PacedCell]) -> Iterator[str]:
             took = f"a target pass took {row.target_ms:.2f} ms, {roof_ms:.2f} by the roofline"
             why = "other work took the CPU, or the real compute does not fit"
             yield f"{row.name}, {row.batch_size} streams, T = {row.temperature:g}: {took}; {why}"
-
-
-@rc_context(STYLE)
-def draw(cells: Sequence[PacedCell], png: Path) -> None:
-    """Draw tokens per second over concurrent streams: a panel for each temperature, a line for each served arm."""
-    served = [cell for cell in cells if cell.place == "serve"]
-    temperatures, ticks = ({cell.row.temperature for cell in served}, {cell.row.batch_size for cell in served})
-    picture = Figure(figsize=(3.0 * len(temperatures) + 0.5, 2.8), layout="constrained")
-    panels = picture.subplots(1, len(temperatures), squeeze=False, sharey=True)[0]
-    for axes, temperature in zip(panels, sorted(temperatures), strict=True):
-        for name, colour in zip(dict.fromkeys(cell.arm for cell in served), COLOURS, strict=False):
-            line = [cell.row for cell in served if (cell.arm, cell.row.temperature) == (name, temperature)]
-            rates = [row.tokens_per_s for row in line]
-            axes.plot([row.batch_size for row in line], rates, "o-", color=colour, label=LABELS.get(name, name))
-        axes.set(xscale="log", yscale="log", xlabel="streams", title=f"T = {temperature:g}")
-        axes.set_xticks(sorted(ticks), labels=map(str, sorted(ticks)))
-        axes.minorticks_off()
-        axes.grid()
-    panels[0].set_ylabel("tokens per second")
-    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    save(picture, png)
 
 
 def _cpu(name: str) -> Column:

@@ -30,7 +30,7 @@ def test_a_client_must_present_its_certificate() -> None:
     context = tls_context(server, client.certificate, is_server=True)
     shake_hands(context, tls_context(client, server.certificate, is_server=False))
     with pytest.raises(ssl.SSLError):
-        shake_hands(context, tls_context(None, server.certificate, is_server=False))
+        shake_hands(context, tls_context(make_credentials(), server.certificate, is_server=False))
 
 
 def test_a_secret_key_is_not_printed() -> None:

@@ -294,9 +294,10 @@ async def test_a_killed_process_ends_the_call_at_once(credentials: Credentials) 
     program = (
         "import json, sys, time\n"
         "from cluster.transport import Server\n"
-        "server = Server('127.0.0.1', 'this node', sys.argv[1])\n"
-        "print(json.dumps(server.endpoint), flush=True)\n"
-        "server.serve(lambda request: time.sleep(60))\n"
+        "server = Server('127.0.0.1', 'this node')\n"
+        "listener = server.listen(sys.argv[1], lambda request: time.sleep(60))\n"
+        "print(json.dumps(listener.endpoint), flush=True)\n"
+        "server.serve()\n"
     )
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, credentials.certificate, stdout=asyncio.subprocess.PIPE

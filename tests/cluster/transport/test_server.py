@@ -15,28 +15,28 @@ from pathlib import Path
 import pytest
 
 from cluster.protocol.messages import AnyReply, AnyRequest, encode
-from cluster.transport import ConnectionLostError, DeadlineError, Server
+from cluster.transport import ConnectionLostError, DeadlineError, Listener, Server
 from cluster.transport import frames as frames_module
-from cluster.transport import server as server_module
+from cluster.transport import listener as listener_module
 from cluster.transport.credentials import Credentials, tls_context
 from cluster.transport.frames import frame
 from engine.errors import TargetError
-from tests.cluster.wire import NODE_ID, linked, ping, pong, serving
+from tests.cluster.wire import NODE_ID, in_thread, linked, ping, pong, serving
 
 RESET = struct.pack("ii", 1, 0)  # linger for 0 s: closing sends a reset
 
 
 @pytest.fixture
-def server(credentials: Credentials) -> Iterator[Server]:
+def server(credentials: Credentials) -> Iterator[Listener]:
     with serving(credentials.certificate) as server:
         yield server
 
 
-def connect_by_tcp(server: Server) -> socket.socket:
+def connect_by_tcp(server: Listener) -> socket.socket:
     return socket.create_connection((server.endpoint.host, server.endpoint.port), 10)
 
 
-def connect_by_tls(server: Server, credentials: Credentials) -> socket.socket:
+def connect_by_tls(server: Listener, credentials: Credentials) -> socket.socket:
     return tls_context(credentials, server.endpoint.certificate, is_server=False).wrap_socket(connect_by_tcp(server))
 
 
@@ -69,7 +69,7 @@ async def test_a_reply_after_its_deadline_is_not_sent(
 
 
 def test_a_malformed_message_is_dropped(
-    server: Server, credentials: Credentials, dropped: Callable[[], Counter[str]]
+    server: Listener, credentials: Credentials, dropped: Callable[[], Counter[str]]
 ) -> None:
     with connect_by_tls(server, credentials) as client:
         client.sendall(frame(b"\xc1 no message"))
@@ -78,7 +78,7 @@ def test_a_malformed_message_is_dropped(
 
 
 async def test_a_client_that_announces_too_long_a_message_is_disconnected_and_may_connect_again(
-    server: Server, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+    server: Listener, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 1000)
     with linked(server.endpoint, credentials) as link:
@@ -109,7 +109,9 @@ async def test_half_a_message_does_not_interrupt_the_work(credentials: Credentia
         assert client.recv(1000) == frame(encode(pong(ping(2))))
 
 
-def test_a_client_that_connects_again_replaces_its_earlier_connection(server: Server, credentials: Credentials) -> None:
+def test_a_client_that_connects_again_replaces_its_earlier_connection(
+    server: Listener, credentials: Credentials
+) -> None:
     """Half a message left over from the old connection is not read as part of the new one."""
     with connect_by_tls(server, credentials) as old:
         assert_answers(old)
@@ -119,7 +121,7 @@ def test_a_client_that_connects_again_replaces_its_earlier_connection(server: Se
             assert old.recv(1000) == b""
 
 
-def test_a_client_without_tls_is_refused(server: Server) -> None:
+def test_a_client_without_tls_is_refused(server: Listener) -> None:
     with connect_by_tcp(server) as plain:
         plain.sendall(frame(encode(ping(1))))
         with contextlib.suppress(ConnectionResetError):
@@ -131,24 +133,22 @@ def test_a_client_without_tls_is_refused(server: Server) -> None:
 @pytest.mark.parametrize("how", ["closed", "reset"])
 def test_a_client_that_leaves_before_its_handshake_is_not_accepted(credentials: Credentials, how: str) -> None:
     """On a socket without a peer, wrap_socket itself does no handshake and raises nothing."""
-    server = Server("127.0.0.1", NODE_ID, credentials.certificate)
+    serving = Server("127.0.0.1", NODE_ID)
+    server = serving.listen(credentials.certificate, pong)
     with connect_by_tcp(server) as client:
         if how == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         client.sendall(frame(encode(ping(1))))
-    thread = threading.Thread(target=server.serve, args=(pong,))
-    thread.start()
-    wait_for(lambda: server._num_refused == 1)
-    assert server._client is None
-    server.close()
-    thread.join(10)
+    with in_thread(serving):
+        wait_for(lambda: server._num_refused == 1)
+        assert server._client is None
 
 
 def test_slow_handshakes_do_not_delay_the_client(
-    server: Server, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+    server: Listener, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_module, "_MAX_HANDSHAKES", 10)
-    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 60)
+    monkeypatch.setattr(listener_module, "MAX_HANDSHAKES", 10)
+    monkeypatch.setattr(listener_module, "_HANDSHAKE_S", 60)
     with contextlib.ExitStack() as slow:
         connections = [slow.enter_context(connect_by_tcp(server)) for _ in range(25)]
         with connect_by_tls(server, credentials) as client:
@@ -157,14 +157,14 @@ def test_slow_handshakes_do_not_delay_the_client(
         wait_for(lambda: server._num_refused == 16)
 
 
-def test_a_handshake_that_takes_too_long_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 0.1)
+def test_a_handshake_that_takes_too_long_is_refused(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_HANDSHAKE_S", 0.1)
     with connect_by_tcp(server) as connection:
         assert connection.recv(1) == b""
 
 
 def test_a_handshake_that_began_earlier_does_not_replace_a_later_client(
-    server: Server, credentials: Credentials
+    server: Listener, credentials: Credentials
 ) -> None:
     with connect_by_tcp(server) as slow:
         wait_for(lambda: server._handshakes)
@@ -177,7 +177,7 @@ def test_a_handshake_that_began_earlier_does_not_replace_a_later_client(
 
 
 def test_a_lack_of_file_descriptors_does_not_end_the_server(
-    server: Server, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+    server: Listener, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = [OSError(24, "Too many open files")] * 3
     accept = socket.socket.accept
@@ -193,7 +193,7 @@ def test_a_lack_of_file_descriptors_does_not_end_the_server(
 
 
 @pytest.mark.parametrize("by", ["unix socket", "tls"])
-def test_the_folder_is_removed_once_a_client_is_accepted(server: Server, credentials: Credentials, by: str) -> None:
+def test_the_folder_is_removed_once_a_client_is_accepted(server: Listener, credentials: Credentials, by: str) -> None:
     """Workers are killed, so they cannot remove it at their end."""
     folder = Path(server.endpoint.path).parent
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -217,17 +217,20 @@ def test_with_too_long_a_path_clients_connect_by_tls(
 
 
 def test_a_server_closes_during_a_handshake(credentials: Credentials) -> None:
-    with serving(credentials.certificate) as server, connect_by_tcp(server) as client:
-        wait_for(lambda: server._handshakes)
+    server = Server("127.0.0.1", NODE_ID)
+    listener = server.listen(credentials.certificate, pong)
+    with in_thread(server), connect_by_tcp(listener) as client:
+        wait_for(lambda: listener._handshakes)
         server.close()
         assert client.recv(1) == b""
 
 
 def test_a_server_that_was_closed_before_it_serves_returns_at_once(credentials: Credentials) -> None:
-    server = Server("127.0.0.1", NODE_ID, credentials.certificate)
+    server = Server("127.0.0.1", NODE_ID)
+    path = server.listen(credentials.certificate, pong).endpoint.path
     server.close()
-    server.serve(pong)
-    assert not Path(server.endpoint.path).exists()
+    server.serve()
+    assert not Path(path).exists()
 
 
 async def test_an_exception_of_the_worker_ends_the_call_at_once(credentials: Credentials) -> None:
@@ -236,9 +239,10 @@ async def test_an_exception_of_the_worker_ends_the_call_at_once(credentials: Cre
     def answer(request: AnyRequest) -> AnyReply:
         raise TargetError("rank 0 was sent round 3 after round 1")
 
-    server = Server("127.0.0.1", NODE_ID, credentials.certificate)
-    with ThreadPoolExecutor(1) as thread, linked(server.endpoint, credentials) as link:
-        serving_ends = thread.submit(server.serve, answer)
+    server = Server("127.0.0.1", NODE_ID)
+    listener = server.listen(credentials.certificate, answer)
+    with ThreadPoolExecutor(1) as thread, linked(listener.endpoint, credentials) as link:
+        serving_ends = thread.submit(server.serve)
         with pytest.raises(ConnectionLostError):
             await link.call(ping(1, deadline_s=60))
         assert isinstance(await asyncio.to_thread(serving_ends.exception, 10), TargetError)

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.transport import Connector
-from cluster.workers.actors import DraftWorker, TargetWorker, Worker, _importing, show_progress
+from cluster.workers.actors import TargetWorker, Worker, importing, show_progress
+from cluster.workers.draft_worker import DraftWorker
 from cluster.workers.features import FeatureSource
 from engine.config import ModelConfig
 from engine.drafting.model.feature_store import FeatureStore
@@ -55,12 +56,12 @@ def test_a_worker_says_what_it_loaded_and_how_long_that_took(
 def test_what_is_imported_is_left_out_of_garbage_collections_which_go_on_afterwards():
     before = gc.get_freeze_count()
     try:
-        with _importing():
+        with importing():
             assert not gc.isenabled()
             kept = [[] for _ in range(1000)]
         assert gc.isenabled()
         assert gc.get_freeze_count() >= before + len(kept)
-        with pytest.raises(ImportError), _importing():
+        with pytest.raises(ImportError), importing():
             raise ImportError
         assert gc.isenabled()
     finally:
@@ -108,7 +109,7 @@ def test_a_worker_prepares_the_thread_that_serves_and_a_target_closes_its_backen
         raise RuntimeError("the end")
 
     worker = object.__new__(kind)
-    worker._server, worker._responder = SimpleNamespace(serve=serve), SimpleNamespace(answer=None, work=None)
+    worker._server, worker._responder = SimpleNamespace(serve=serve, close=lambda: None), SimpleNamespace(work=None)
     worker._backend = SimpleNamespace(
         enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close")
     )
@@ -119,13 +120,14 @@ def test_a_worker_prepares_the_thread_that_serves_and_a_target_closes_its_backen
 
 async def test_rank_0_sends_features_to_the_draft_workers_newest_server():
     draft, store, verifier = object.__new__(DraftWorker), FeatureStore(0.0), StatesVerifier()
-    draft._host, draft._node_id, draft._features = "127.0.0.1", NODE_ID, store
+    draft._host, draft._node_id, draft._features, draft._feature_server = "127.0.0.1", NODE_ID, store, None
+    lease = SimpleNamespace(version=4)
     for i in range(2):
         target = object.__new__(TargetWorker)
         target._source = FeatureSource(verifier, Connector(NODE_ID), version=1)
-        target.send_features(draft.receive_features(target.feature_identity()))
+        target.send_features(draft.receive_features(lease, target.feature_identity()))
         await wait_for(lambda: target._source.has_room)  # noqa: B023
         await target._source.verify([verify_row(f"request {i}", [5])])
         target._source.work()
-        await wait_for(lambda: store.take(f"request {i}", 1)[1])  # noqa: B023
+        await wait_for(lambda: store.take(f"4/request {i}", 1)[1])  # noqa: B023
     draft._feature_server.close()

@@ -54,7 +54,7 @@ class Rig:
 
     def start_draft(self) -> Endpoint:
         self.store = FeatureStore(0.0)
-        self.server = self._stack.enter_context(serving(self.source.identity, receiver(self.store)))
+        self.server = self._stack.enter_context(serving(self.source.identity, receiver(self.store, "1/")))
         self.source.connect(self.server.endpoint)
         return self.server.endpoint
 
@@ -69,7 +69,7 @@ class Rig:
 
     def taken(self, request_id: str) -> list[int]:
         """The slots whose states have arrived for a request; they are taken from the store."""
-        _, rows = self.store.take(request_id, 1000)
+        _, rows = self.store.take(f"1/{request_id}", 1000)
         assert self.store.dtype in ("", "bfloat16")
         states = torch.frombuffer(rows, dtype=torch.bfloat16) if rows else torch.empty(0)
         return [int(state) // STATE_SIZE for state in states.view(-1, STATE_SIZE)[:, 0]]
@@ -109,7 +109,7 @@ async def test_a_preempted_request_that_is_computed_again_in_other_blocks_sends_
 async def test_a_round_brings_a_bounded_part_of_a_long_context_and_says_so(rig, monkeypatch):
     monkeypatch.setattr(features_module, "_MAX_BYTES", 4 * STATE_SIZE * 2)
     await rig.round(row("a", 6), row("b", 2, blocks=[0]))
-    assert not rig.store.wait("a", 6)
+    assert not rig.store.wait("1/a", 6)
     assert rig.store.counts["waited"] == 0
     assert rig.taken("b") == [0, 1]  # which the long one does not hold up
     assert rig.taken("a") == [8, 9]
@@ -136,7 +136,7 @@ async def test_once_a_new_draft_worker_is_connected_the_next_round_brings_everyt
 
 async def test_what_the_draft_worker_has_forgotten_is_sent_again_one_round_later(rig):
     await rig.round(row("a", 6))
-    rig.store.forget("a")
+    rig.store.forget("1/a")
     await rig.round(row("a", 7, start=6))
     assert rig.taken("a") == []
     await rig.round(row("a", 8, start=7))
@@ -192,7 +192,7 @@ def test_a_message_is_read_where_it_lies_and_another_is_refused():
     rows = memoryview(bytes(range(12)))
     [entry] = decode_request(encode(_features(rows))).rows
     assert (entry.request_id, entry.offset, entry.end, bytes(entry.rows)) == ("a", 5, 9, bytes(rows))
-    answer = receiver(FeatureStore())
+    answer = receiver(FeatureStore(), "1/")
     assert isinstance(answer(ping(1)), Failure)
     reply = answer(_features(rows))
     assert isinstance(reply, PrefixMissing)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from deployments.guard.admission import Admission, current_owner, submitted
+from deployments.guard.admission import Admission
 from engine.errors import QueueFullError
 
 
@@ -62,18 +62,14 @@ def test_a_refusal_says_when_to_come_again() -> None:
     assert error.value.retry_after_s == 7
 
 
-async def test_a_request_that_was_submitted_is_counted_by_the_routers_only() -> None:
+def test_a_request_that_was_submitted_is_counted_by_the_routers_only() -> None:
     admission = Admission(Routers())
-
-    async def route() -> None:
-        submitted()
-
-    with admission.preparing():
-        await asyncio.create_task(route())
-        assert not admission._preparing
-        submitted()
+    with admission.preparing("a") as first, admission.preparing("a") as second:
+        assert first.owner == "a"
+        admission.submitted(first)
+        assert [admission.is_preparing(request) for request in (first, second, None)] == [False, True, False]
+        assert not is_full(admission)
     assert not admission._preparing
-    submitted()  # outside of any request, as in scripts that call an Ingress
 
 
 @pytest.mark.parametrize(("turn_s", "num_turns"), [(0.0001, 1), (0.002, 5), (1.0, 1)])
@@ -143,11 +139,3 @@ def test_nobody_has_more_room_than_twice_the_queues() -> None:
     with ExitStack() as stack:
         opened(admission, stack, a=4, b=1)
         assert refused(admission, "abc") == "abc"
-
-
-def test_a_request_knows_its_owner_until_it_ends() -> None:
-    admission = Admission(Routers())
-    assert current_owner() == ""
-    with admission.preparing("a"):
-        assert current_owner() == "a"
-    assert current_owner() == ""

@@ -3,29 +3,25 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.errors import KINDS
 from deployments.ingress import answer as answer_module
-from deployments.ingress import ingress as ingress_module
-from deployments.ingress.answer import KEEP_ALIVE, Answer, IdleTimer
+from deployments.ingress.answer import KEEP_ALIVE, Answer
 from deployments.ingress.event_ids import EventIds
 from deployments.openai.responses_writer import ResponsesWriter
-from deployments.openai.writer import Choice, Reply
+from deployments.openai.writer import Choice
 from engine.errors import ModelError, QueueFullError, TargetError
 from engine.protocols import FinishReason, RequestOutput
-from engine.requests.detokenizer import TokenBytes
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
-from tests.deployments.requests import GREEDY, events, http_scope
+from tests.deployments.requests import GREEDY, events
 
 
 def output(token: int, *, finish_reason: FinishReason | None = None, request_id: str = "a-0") -> RequestOutput:
@@ -58,50 +54,25 @@ async def test_fewer_chunks_have_the_same_content(
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
+        ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": True, "stream": True}),
         ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": True}),
-        ("/v1/completions", {"prompt": "abc", "prompt_logprobs": 2, "stream": False}),
+        ("/v1/completions", {"prompt": "abc", "prompt_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "stream": True}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
     ],
 )
-@pytest.mark.parametrize("stream", [True, False])
 async def test_many_log_probabilities_are_written_on_a_thread(
-    client: httpx.AsyncClient,
-    path: str,
-    fields: dict[str, Any],
-    stream: bool,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: set[str] = set()
-
-    class Traced(TokenBytes):
-        def __call__(self, token_id: int, *, is_first: bool = False) -> bytes:
-            threads.add(threading.current_thread().name)
-            return super().__call__(token_id, is_first=is_first)
-
-        def texts(self, token_ids: Sequence[int], *, is_first: bool = False) -> list[str]:
-            threads.add(threading.current_thread().name)
-            return super().texts(token_ids, is_first=is_first)
-
-    def reply(**fields: Any) -> Reply:
-        return Reply(**{**fields, "token_bytes": Traced(tokenizer)})
-
-    monkeypatch.setattr(ingress_module, "Reply", reply)
-    body = {"temperature": 0, "seed": 1, "max_tokens": 4, "ignore_eos": True, "stream": stream, **fields}
+    submitted: list[Any] = []
+    submit = answer_module._writing.submit
+    monkeypatch.setattr(answer_module._writing, "submit", lambda *call: submitted.append(call) or submit(*call))
     contents = []
-    for most, thread in ((10**6, "MainThread"), (0, "long answers_0")):
-        threads.clear()
+    for most, is_long in ((10**6, False), (0, True)):
         monkeypatch.setattr(answer_module, "MANY_LOGPROBS", most)
-        response = await client.post(path, json=body)
-        assert response.status_code == 200
-        assert threads == {thread}
-        if stream and fields.get("stream", True):
-            content = content_of(response)
-            content.pop("num_events")
-        else:
-            content = {name: response.json()[name] for name in ("choices", "usage")}
-            content["usage"].pop("prompt_tokens_details")  # the second request finds cached tokens
-        contents.append(content)
+        response = await client.post(path, json={"temperature": 0, "seed": 1, "max_tokens": 4, **fields})
+        assert bool(submitted) is is_long
+        contents.append(content_of(response) if "stream" in fields else response.json()["choices"])
     assert contents[0] == contents[1]
 
 
@@ -130,7 +101,7 @@ async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:
     rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
     writer = plain_writer(choice)
     writer.chunk = lambda _, joined: f"{joined.token_ids} {joined.text}"
-    assert Answer(writer, SlowOutputs(), EventIds(None, 1))._chunks(rounds) == "[0, 1, 2] xxx"
+    assert Answer(writer, SlowOutputs(), EventIds(writer, None))._chunks(rounds) == "[0, 1, 2] xxx"
     assert (choice.num_drafted, choice.num_accepted) == ([4, 4, 4], [0, 1, 2])
 
 
@@ -172,9 +143,8 @@ def plain_writer(*choices: Choice) -> Any:
 async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_module, "KEEP_ALIVE_S", 0.001)
     outputs = SlowOutputs(output(1), output(2), error=TimeoutError("the deadline"))
-    answer = await Answer(
-        plain_writer(Choice(0, [1])), outputs, EventIds(None, 1)
-    ).begin()  # without tokens: the headers are sent
+    writer = plain_writer(Choice(0, [1]))
+    answer = await Answer(writer, outputs, EventIds(writer, None)).begin()  # without tokens: the headers are sent
     events = answer.body_iterator
     received = []
     for _ in range(3):
@@ -238,34 +208,6 @@ async def test_every_request_is_closed_once_however_it_ends(
     assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 
 
-async def test_a_client_that_leaves_before_the_headers_are_sent_ends_its_request(
-    config: AppConfig, routers: LocalRouters, rig: Rig
-) -> None:
-    """The generator of events has not been started then, so that nothing in it could end the request."""
-    app = await make_app(config, routers)
-    body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
-    messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
-    is_sending = asyncio.Event()
-
-    async def receive() -> Any:
-        if messages:
-            return messages.pop()
-        await is_sending.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        assert message["type"] == "http.response.start"
-        is_sending.set()
-        await asyncio.Event().wait()
-
-    scope = http_scope("/v1/completions")
-    async with asyncio.timeout(30):
-        await app(scope, receive, send)
-    assert routers.num_closed == 1
-    assert rig.engine.num_requests == 0
-    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
-
-
 def content_of(response: httpx.Response) -> dict[str, Any]:
     """The content of a stream: everything of each choice, joined, and the number of events."""
     content: dict[str, Any] = {"num_events": 0}
@@ -288,51 +230,3 @@ def content_of(response: httpx.Response) -> dict[str, Any]:
         content["usage"] = event.get("usage") or content.get("usage")
     assert len(content) > 2, response.text
     return content
-
-
-@pytest.fixture
-def timer() -> Iterator[IdleTimer]:
-    timer = IdleTimer(0.02)
-    yield timer
-    timer.close()
-
-
-async def number(delay_s: float) -> int:
-    await asyncio.sleep(delay_s)
-    return 5
-
-
-async def test_a_short_wait_has_its_result(timer: IdleTimer) -> None:
-    assert await timer.wait(number(0)) == 5
-
-
-async def test_a_wait_that_lasts_too_long_is_cancelled_each_time(timer: IdleTimer) -> None:
-    for _ in range(3):
-        assert await timer.wait(number(60)) is None
-    task = asyncio.current_task()
-    assert task is not None
-    assert not task.cancelling()
-    assert await timer.wait(number(0)) == 5
-
-
-async def test_many_short_waits_are_none_that_lasts_too_long(timer: IdleTimer) -> None:
-    """Together they last for three limits, so that the one timer looks several times."""
-    assert [await timer.wait(number(0.002)) for _ in range(30)] == [5] * 30
-
-
-@pytest.mark.parametrize("is_due", [False, True], ids=["alone", "at the same moment as the timer"])
-async def test_a_wait_that_somebody_else_cancels_is_cancelled(timer: IdleTimer, is_due: bool) -> None:
-    waiting = asyncio.create_task(timer.wait(number(60)))
-    await asyncio.sleep(0)
-    if is_due:
-        timer._started -= 60.0
-        timer._check()
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-
-
-async def test_between_waits_nothing_is_cancelled(timer: IdleTimer) -> None:
-    assert await timer.wait(number(0)) == 5
-    await asyncio.sleep(0.05)
-    assert await timer.wait(number(60)) is None

@@ -3,15 +3,17 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from deployments.config import AppConfig
-from deployments.ingress.event_ids import HEADER, MAX_CHOICES, EventId, EventIds, _rest, read_id
+from deployments.ingress.event_ids import HEADER, MAX_CHOICES, EventId, EventIds, read_id
+from deployments.openai.writer import Choice
 from engine.errors import RequestError
-from engine.protocols import RequestOutput, RoundTrace, TokenLogprobs
+from engine.protocols import RequestOutput, TokenLogprobs
 from tests.deployments.conftest import client_of, make_app, make_client
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY
@@ -136,19 +138,31 @@ def grouped(size: int) -> list[RequestOutput]:
     return rounds
 
 
+def event_writer(written: list[RequestOutput]) -> Any:
+    """Writes an event for each piece, and notes it."""
+
+    def chunk(choice: Choice, output: RequestOutput) -> str:
+        written.append(output)
+        return "data: x\n\n"
+
+    return SimpleNamespace(choices=[Choice(0, [1])], opening=str, chunk=chunk)
+
+
 @pytest.mark.parametrize(("size", "other_size"), [(1, 5), (2, 3), (3, 2), (5, 4), (12, 1), (3, 12)])
 def test_a_round_is_cut_where_the_last_event_was(size: int, other_size: int) -> None:
-    answer = EventId("cmpl-" + "0" * 32, 1, 2, "0" * 12)
-    ids, num_tokens = EventIds(answer, 1), 0
-    ids.opening("")
+    answer, num_tokens = EventId("cmpl-" + "0" * 32, 1, 2, "0" * 12), 0
+    ids = EventIds(event_writer([]), answer)
+    ids.opening()
     for output in grouped(size):
         num_tokens += len(output.token_ids)
-        event_id = ids.piece(0, [output], "data: x\n\n").rpartition("id: ")[2].strip()
-        again = EventIds(read_id(event_id, 1), 1, is_continued=True)
+        event_id = ids.piece(0, [output]).rpartition("id: ")[2].strip()
+        written: list[RequestOutput] = []
+        again = EventIds(event_writer(written), read_id(event_id, 1), is_continued=True)
         left: list[RequestOutput] = []
         for other in grouped(other_size):
             for choice, rounds in again.pieces({0: [other]}):
-                left += rounds if again.piece(choice, rounds, "data: x\n\n") else []
+                left += rounds if again.piece(choice, rounds) else []
+        assert [token for output in written for token in output.token_ids] == list(range(12))
         assert [token for part in left for token in part.token_ids] == list(range(num_tokens, 12))
         assert "".join(part.text for part in left) == "".join(f"{token:02}" for token in range(num_tokens, 12))
         scores = [entry.logprob for part in left for entry in part.logprobs or ()]
@@ -174,14 +188,6 @@ async def test_a_text_that_differs_is_an_error_and_not_a_splice(client: httpx.As
 async def test_many_choices_have_no_ids(client: httpx.AsyncClient) -> None:
     body = {"prompt": ["a"] * (MAX_CHOICES + 1), "max_tokens": 1, "stream": True}
     assert "id: " not in (await client.post("/v1/completions", json=body)).text
-
-
-def test_what_is_left_of_a_tree_is_below_the_last_token_that_was_sent() -> None:
-    trace = RoundTrace(["a", "b", "c"], [1, 3], [5, 7, 8, 9], [-1, -1, 0, 1])
-    assert _rest(trace, 0) == trace
-    assert _rest(trace, 1) == RoundTrace(["b", "c"], [0], [9], [-1])
-    assert _rest(trace, 2) == RoundTrace(["c"], [], [], [])
-    assert _rest(trace, 3) == RoundTrace([], [], [], [])
 
 
 async def test_another_ingress_continues_a_stream_whose_rounds_were_others(

@@ -1,6 +1,6 @@
 """The program that completes Serve's configuration and becomes HAProxy."""
 
-import os
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +10,12 @@ import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig
 from ray.serve.config import HTTPOptions
 
+from deployments.errors import error_body, headers_of, kind_of
 from deployments.guard.middleware import SAFE_ID
 from deployments.local import haproxy_launcher as launcher
-from deployments.local.haproxy_launcher import TemplateError, complete
+from deployments.local.haproxy_launcher import ANSWER, complete
 from deployments.local.haproxy_variables import find_haproxy
-
-
-@pytest.fixture
-def answer(tmp_path: Path) -> Path:
-    path = tmp_path / "answer.http"
-    path.write_bytes(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 2\r\n\r\n{}")
-    return path
+from engine.errors import CapacityError
 
 
 @pytest.fixture(params=[False, True], ids=["no application", "an application"])
@@ -52,33 +47,39 @@ def test_request_ids_are_kept_by_the_rules_of_the_ingress() -> None:
 
 @pytest.mark.parametrize("text", [text for text, _ in launcher.CHANGES])
 def test_another_releases_configuration_is_refused(config: Path, text: str) -> None:
-    with pytest.raises(TemplateError, match="0 times instead of once"):
+    with pytest.raises(ValueError, match="0 times instead of once"):
         complete(config.read_text().replace(text, "\n#"))
 
 
+def test_its_own_answer_is_that_of_an_ingress_without_a_router() -> None:
+    _, *lines = ANSWER.decode().partition("\r\n\r\n")[0].split("\r\n")
+    kind = kind_of(CapacityError())
+    headers = {"Content-Type": "application/json", "Content-Length": str(len(launcher.BODY)), **headers_of(kind)}
+    assert lines == [*map(": ".join, headers.items())]
+    assert json.loads(launcher.BODY) == error_body(kind, launcher.MESSAGE)
+
+
+def launch(haproxy: str, config: Path) -> list[str]:
+    return [sys.executable, "-IS", launcher.__file__, haproxy, "-f", str(config)]
+
+
 @pytest.mark.skipif(find_haproxy() is None, reason="no HAProxy on this machine")
-def test_haproxy_takes_the_configuration_and_answers_with_our_file(config: Path, answer: Path) -> None:
-    program = [sys.executable, "-IS", launcher.__file__, str(find_haproxy()), str(answer)]
-    command = [*program, "-f", str(config), "-c"]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+def test_haproxy_takes_the_configuration_and_answers_with_our_file(config: Path) -> None:
+    command = [*launch(str(find_haproxy()), config), "-c"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "127.0.0.1:9101" in config.read_text()
-    assert {line.split()[2] for line in config.read_text().splitlines() if "errorfile" in line} == {
-        str(config.with_name("500.http"))
-    }
-    assert config.with_name("500.http").read_bytes() == answer.read_bytes()
+    files = {line.split()[2] for line in config.read_text().splitlines() if "errorfile" in line}
+    assert [Path(name).read_bytes() for name in files] == [ANSWER]
 
 
-def test_haproxy_splices_nothing_and_ends_with_the_process_that_started_it(
-    config: Path, answer: Path, tmp_path: Path
-) -> None:
+def test_haproxy_splices_nothing_and_ends_with_the_process_that_started_it(config: Path, tmp_path: Path) -> None:
     haproxy = tmp_path / "haproxy"
     haproxy.write_text("#!/bin/sh\necho $$ $1\nexec sleep 60\n")
     haproxy.chmod(0o700)
-    start = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
-    program = [sys.executable, "-IS", launcher.__file__, str(haproxy), str(answer)]
-    launch = [*program, "-f", str(config)]
-    with subprocess.Popen([sys.executable, "-c", start, *launch], stdout=subprocess.PIPE, text=True) as parent:
+    start = [sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"]
+    command = [*start, *launch(str(haproxy), config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         pid, flag = parent.stdout.readline().split()
         process = psutil.Process(int(pid))

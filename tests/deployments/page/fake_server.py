@@ -3,18 +3,18 @@
 import asyncio
 import json
 import random
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
+from anyio.from_thread import start_blocking_portal
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from deployments.page.demo import add_demo
 from deployments.page.page import add_page
+from tests.deployments.serving import listening
 
 STORY = (
     " and there find my wife and the maid at work upon the hangings. So to the office, where we sat all the morning,"
@@ -144,16 +144,7 @@ def make_app(fake: Fake) -> FastAPI:
 
 
 @contextmanager
-def serving_fake(fake: Fake, port: int = 0) -> Iterator[str]:
+def serving_fake(fake: Fake) -> Iterator[str]:
     """Serve until the block ends; yields the address."""
-    server = uvicorn.Server(uvicorn.Config(make_app(fake), port=port, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, name="fake server")
-    thread.start()
-    while not server.started and thread.is_alive():
-        thread.join(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        server.force_exit = True
-        thread.join(10)
+    with start_blocking_portal() as portal, listening(portal, make_app(fake)) as url:
+        yield url

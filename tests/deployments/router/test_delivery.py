@@ -1,19 +1,19 @@
 """The outputs of a request, gathered, and messages on their way to the Ingress."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cluster.transport import Inbox
 from deployments.router import delivery as delivery_module
 from deployments.router.delivery import Delivery, Stream
-from deployments.wire import End, Generation, Message, Outputs, Report, decode
+from deployments.wire import End, Generation, Outputs, Report
 from engine.errors import RequestError, TargetError
 from engine.protocols import FinishReason, RequestOutput
 from tests.deployments.fakes import LocalOutputs, Rig, generation
+from tests.deployments.router.conftest import Mail
 from tests.waiting import wait_for
 
 REPORT = Report("here", None, 3, 2, 2.0, 1)
@@ -28,36 +28,16 @@ def named(request_id: str, **options: int) -> Generation:
     return Generation(request_id, request.prompts, request.params, 60.0)
 
 
-class Mail:
-    """An Ingress's inbox and the messages that have come."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.inbox: Inbox
-
-    async def until(self, count: int) -> list[Message]:
-        await wait_for(lambda: len(self.messages) >= count)
-        return self.messages
-
-
-@pytest.fixture
-async def mail() -> AsyncIterator[Mail]:
-    mail = Mail()
-    mail.inbox = await Inbox.open("127.0.0.1", lambda payload: mail.messages.append(decode(payload)))
-    yield mail
-    mail.inbox.close()
-
-
 async def test_a_round_is_one_write_in_the_order_of_its_requests_and_may_come_before_the_connection(mail: Mail) -> None:
-    delivery = Delivery(mail.inbox.address)
+    delivery = Delivery(mail.address)
     writes: list[int] = []
-    post = delivery.post
+    send = delivery.send
 
-    def record(payloads: list[bytes]) -> None:
-        writes.append(len(payloads))
-        post(payloads)
+    def record(payloads: Iterable[bytes]) -> None:
+        writes.append(len(list(payloads)))
+        send(payloads)
 
-    delivery.post = record  # type: ignore[method-assign]
+    delivery.send = record  # type: ignore[method-assign]
     end = End.by(RequestError("bad"), "b")
     with delivery.stream(named("a")) as first, delivery.stream(named("b")) as second:
         for token in (1, 2):
@@ -74,7 +54,7 @@ async def test_a_round_is_one_write_in_the_order_of_its_requests_and_may_come_be
 
 
 async def test_a_report_is_sent_when_it_changes_and_now_and_then(mail: Mail, monkeypatch: pytest.MonkeyPatch) -> None:
-    delivery = Delivery(mail.inbox.address)
+    delivery = Delivery(mail.address)
     delivery.report(REPORT)  # not connected yet
     await delivery.room()
     changed = Report("here", None, 4, 2, 2.0, 1)
@@ -85,14 +65,14 @@ async def test_a_report_is_sent_when_it_changes_and_now_and_then(mail: Mail, mon
     assert await mail.until(3) == [REPORT, changed, changed]
     delivery.pause_writing()
     delivery.report(REPORT)  # the Ingress does not read
-    assert not delivery._payloads
+    assert not delivery._unsent
     delivery.close()
 
 
 async def test_the_movable_requests_are_whole_and_the_newest_come_first(
     mail: Mail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delivery = Delivery(mail.inbox.address)
+    delivery = Delivery(mail.address)
     assert not delivery.has_requested
     with delivery.stream(named("a")) as a, delivery.stream(named("b", n=2)) as b, delivery.stream(named("c")) as c:
         assert (delivery.has_requested, delivery.num_sequences) == (True, 4)
@@ -108,7 +88,7 @@ async def test_the_movable_requests_are_whole_and_the_newest_come_first(
 
 
 async def test_a_lost_connection_fails_its_streams(mail: Mail) -> None:
-    delivery = Delivery(mail.inbox.address)
+    delivery = Delivery(mail.address)
     await delivery.room()
     with delivery.stream(named("a")) as stream:
         delivery.abort()
@@ -119,7 +99,7 @@ async def test_a_lost_connection_fails_its_streams(mail: Mail) -> None:
 
 
 async def test_what_was_sent_before_the_end_arrives(mail: Mail) -> None:
-    delivery = Delivery(mail.inbox.address)
+    delivery = Delivery(mail.address)
     await delivery.room()
     delivery.deliver(REPORT)
     delivery.close()
@@ -127,7 +107,7 @@ async def test_what_was_sent_before_the_end_arrives(mail: Mail) -> None:
 
 
 async def test_a_message_that_cannot_be_encoded_takes_no_other_with_it(mail: Mail) -> None:
-    delivery = Delivery(mail.inbox.address)
+    delivery = Delivery(mail.address)
     fine = Outputs("a", [output("a", 1)])
     delivery.deliver(fine)
     with pytest.raises(TypeError):

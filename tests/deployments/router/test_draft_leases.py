@@ -65,10 +65,27 @@ async def take(*replicas: Replica, avoid: tuple[str, ...] = ()) -> str:
     return (await ServeLeases(Handle(*replicas), TARGET).take("router", 8, avoid)).worker
 
 
-async def test_the_worker_with_the_fewest_leases_is_taken_and_only_that_one() -> None:
-    replicas = [Replica("a", 2), Replica("b", 1), Replica("c", 3)]
-    assert await take(*replicas) == "b"
-    assert [replica.clients for replica in replicas] == [[], ["router"], []]
+LOST = Replica("lost")
+LOST.is_dead = True
+
+
+@pytest.mark.parametrize(
+    ("replicas", "avoid", "taken"),
+    [
+        ([Replica("a", 2), Replica("b", 1), Replica("c", 3)], (), "b"),
+        ([Replica("a", 1, utilisation=0.9), Replica("b", 1, utilisation=0.2)], (), "b"),
+        ([Replica("a"), Replica("b", 5)], ("a",), "b"),
+        ([Replica("a"), Replica("b", 5, room=5)], ("a",), "a"),
+        ([Replica("a")], ("a",), "a"),
+        ([Replica("full", 1, room=1), LOST, Replica("c", 4)], (), "c"),
+    ],
+    ids=["fewest leases", "drafts less", "not failed", "failed, the others full", "failed, alone", "full, lost"],
+)
+async def test_one_worker_is_leased_and_only_that_one(
+    replicas: list[Replica], avoid: tuple[str, ...], taken: str
+) -> None:
+    assert await take(*replicas, avoid=avoid) == taken
+    assert [replica.worker for replica in replicas if replica.clients] == [taken]
 
 
 async def test_routers_spread_over_the_pool() -> None:
@@ -77,22 +94,6 @@ async def test_routers_spread_over_the_pool() -> None:
     for number in range(6):
         await leases.take(str(number), 8, ())
     assert [replica.num_leases for replica in replicas] == [2, 2, 2]
-
-
-async def test_of_equals_the_one_that_drafts_less_is_taken() -> None:
-    assert await take(Replica("a", 1, utilisation=0.9), Replica("b", 1, utilisation=0.2)) == "b"
-
-
-async def test_a_worker_that_failed_is_taken_only_if_there_is_no_other() -> None:
-    assert await take(Replica("a"), Replica("b", 5), avoid=("a",)) == "b"
-    assert await take(Replica("a"), Replica("b", 5, room=5), avoid=("a",)) == "a"
-    assert await take(Replica("a"), avoid=("a",)) == "a"
-
-
-async def test_a_full_or_lost_worker_is_passed_over() -> None:
-    full, lost, other = Replica("a", 1, room=1), Replica("b"), Replica("c", 4)
-    lost.is_dead = True
-    assert await take(full, lost, other) == "c"
 
 
 async def test_the_error_says_why_no_worker_is_leased() -> None:
@@ -105,7 +106,6 @@ async def test_the_error_says_why_no_worker_is_leased() -> None:
 async def test_the_worker_of_a_lease_can_be_killed() -> None:
     replicas = [Replica("a"), Replica("b", 1)]
     leases = ServeLeases(Handle(*replicas), TARGET)
-    assert not await leases.kill(None)
     lease = await leases.take("router", 8, ())
     assert await leases.kill(lease)
     assert [replica.is_killed for replica in replicas] == [True, False]

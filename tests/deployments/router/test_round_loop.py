@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from cluster.round_times import Calls
-from deployments.observe.metrics import ReplicaMetrics, exposition
 from deployments.router.delivery import Stream
 from deployments.router.round_loop import HALF_LIFE_S, DrainRate, RoundLoop
 from deployments.wire import Generation, Outputs
@@ -42,56 +41,44 @@ async def test_a_request_that_another_router_began_gets_the_rest_of_its_tokens(r
     assert [sample.value for sample in samples if sample.name == "vllm:time_to_first_token_seconds_count"] == [1]
 
 
-async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rounds_time_is_split_between_its_workers_and_the_router(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr("deployments.router.round_loop.time.perf_counter", lambda: now)
+    verify, take_outputs = rig.verifier.verify, rig.engine.take_outputs
 
-    class Worker:
-        """A worker that computes three quarters of the seconds that its calls take."""
+    def pass_time(seconds: float, calls: Calls) -> None:
+        """A worker computes for three quarters of what its calls take."""
+        nonlocal now
+        now += seconds
+        calls.wait_s += seconds
+        calls.compute_s += 0.75 * seconds
 
-        def __init__(self, seconds: float, calls: Calls) -> None:
-            self.seconds, self.calls = seconds, calls
+    async def slow_verify(rows: Sequence[VerifyRow]) -> list[Verdict]:
+        pass_time(4.0, rig.remote_verifier.calls)
+        return await verify(rows)
 
-        def call(self) -> None:
-            nonlocal now
-            now += self.seconds
-            self.calls.wait_s += self.seconds
-            self.calls.compute_s += 0.75 * self.seconds
+    async def slow_propose(rows: Sequence[ProposeRow]) -> list[Draft]:
+        pass_time(1.0, rig.remote_drafter.calls)
+        rig.remote_drafter.calls.num_hits += 1
+        return [NO_DRAFT] * len(rows)
 
-    class Drafting(Worker):
-        async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-            self.call()
-            self.calls.num_hits += 1
-            return [NO_DRAFT] * len(rows)
-
-        def release(self, request_id: str) -> None:
-            pass
-
-    class Verifying(Worker):
-        async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
-            self.call()
-            return await rig.verifier.verify(rows)
-
-        def release(self, request_id: str) -> None:
-            rig.verifier.release(request_id)
-
-    rig = Rig()
-    rig.engine.drafter = Drafting(1.0, rig.remote_drafter.calls)
-    rig.engine.verifier = Verifying(4.0, rig.remote_verifier.calls)
-    rig.engine.planner.plan = lambda decoding, **_: Plan(2 if decoding else 0)  # type: ignore[method-assign]
-    take_outputs = rig.engine.take_outputs
-
-    def take_slowly() -> list[RequestOutput]:
+    def slow_outputs() -> list[RequestOutput]:
         nonlocal now
         outputs = take_outputs()
         now += 0.5 * len(outputs)
         return outputs
 
-    monkeypatch.setattr(rig.engine, "take_outputs", take_slowly)
+    monkeypatch.setattr(rig.verifier, "verify", slow_verify)
+    monkeypatch.setattr(rig.engine.drafter, "propose", slow_propose)
+    monkeypatch.setattr(rig.engine, "take_outputs", slow_outputs)
+    monkeypatch.setattr(rig.engine.planner, "plan", lambda decoding, **_: Plan(2 if decoding else 0))
     await tokens(rig.loop, generation())
     await asyncio.sleep(0)
     await rig.loop.stop()
-    text = exposition([ReplicaMetrics("r1", rig.metrics.collect())], "tiny").decode()
+    samples = [sample for metric in rig.metrics.collect() for sample in metric.samples]
+    shown = {(sample.name, sample.labels.get("phase", "")): sample.value for sample in samples}
     for name, prefill, decode in (
         ("rounds", 1.0, 7.0),
         ("round_seconds", 4.5, 7 * 5.5),
@@ -101,9 +88,11 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
         ("target_compute_seconds", 3.0, 7 * 3.0),
         ("delivery_seconds", 0.5, 7 * 0.5),
     ):
-        assert f'paceline:{name}_total{{model_name="tiny",phase="prefill",replica="r1"}} {prefill}' in text
-        assert f'paceline:{name}_total{{model_name="tiny",phase="decode",replica="r1"}} {decode}' in text
-    assert 'paceline:run_ahead_wait_seconds_count{model_name="tiny",outcome="hit",replica="r1"} 7.0' in text
+        assert [shown[f"paceline:{name}_total", phase] for phase in ("prefill", "decode")] == [prefill, decode]
+    waits = {
+        sample.labels["outcome"]: sample.value for sample in samples if sample.name.endswith("ahead_wait_seconds_count")
+    }
+    assert waits["hit"] == 7
 
 
 class Events:

@@ -3,31 +3,29 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from cluster.transport import Inbox, InboxAddress
+from cluster.transport import InboxAddress
 from deployments.router.router import Router
 from deployments.wire import (
     IS_RECOVERING,
     LONGEST_RETRY_S,
     NUM_REQUESTS,
     Description,
-    End,
     Generation,
     ModelLimits,
     Outputs,
     Report,
-    decode,
 )
 from engine.config import CompileProgress, ModelInfo
 from engine.errors import QueueFullError, RequestError, TargetError
-from engine.protocols import RequestOutput
 from tests.deployments.fakes import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE, Rig, generation
+from tests.deployments.router.conftest import Mail
 from tests.waiting import wait_for
 
 INFO = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, 1000, "float32", "cpu")
@@ -44,44 +42,6 @@ class Group:
         pass
 
 
-class Mail:
-    """An Ingress's inbox and the messages that have come."""
-
-    def __init__(self) -> None:
-        self.outputs: list[RequestOutput] = []
-        self.ends: list[End] = []
-        self.reports: list[Report] = []
-        self.inbox: Inbox
-
-    def deliver(self, payload: bytes) -> None:
-        message = decode(payload)
-        if isinstance(message, Report):
-            self.reports.append(message)
-        elif isinstance(message, End):
-            self.ends.append(message)
-        else:
-            assert isinstance(message, Outputs)
-            self.outputs += message.outputs
-
-    async def until(self, count: int) -> list[RequestOutput]:
-        await wait_for(lambda: len(self.outputs) >= count)
-        return self.outputs
-
-    async def end(self) -> tuple[Exception, str | None]:
-        """Return the next error, and who refused the request."""
-        await wait_for(lambda: self.ends)
-        end = self.ends.pop(0)
-        return end.exception(), end.refused_by
-
-
-@pytest.fixture
-async def mail() -> AsyncIterator[Mail]:
-    mail = Mail()
-    mail.inbox = await Inbox.open("127.0.0.1", mail.deliver)
-    yield mail
-    mail.inbox.close()
-
-
 @pytest.fixture
 def router(rig: Rig) -> Iterator[Any]:
     router: Any = object.__new__(Router)
@@ -96,22 +56,22 @@ def call(router: Any, request: Generation, mail: Mail) -> asyncio.Task[None]:
     """Serve's call, which yields once at the end."""
 
     async def consume() -> None:
-        assert len([item async for item in router.generate(request, mail.inbox.address)]) == 1
+        assert len([item async for item in router.generate(request, mail.address)]) == 1
 
     return asyncio.create_task(consume())
 
 
 async def test_tokens_go_to_the_inbox_while_the_call_lasts(router: Any, mail: Mail) -> None:
     await call(router, generation(n=2), mail)
-    assert {output.request_id: output.finish_reason for output in await mail.until(16)} == dict.fromkeys(
+    assert {output.request_id: output.finish_reason for output in await mail.outputs(16)} == dict.fromkeys(
         ("request-0", "request-1"), "length"
     )
-    assert not mail.ends
+    assert all(isinstance(message, Outputs) for message in mail.messages)
 
 
 async def test_an_error_comes_after_the_tokens_before_it(router: Any, rig: Rig, mail: Mail) -> None:
     request = call(router, generation(max_tokens=400), mail)
-    await mail.until(2)
+    await mail.outputs(2)
     await rig.loop.stop()
     error, refused_by = await mail.end()
     assert (type(error), str(error), refused_by) == (TargetError, "the replica is shutting down", None)
@@ -150,7 +110,7 @@ async def test_an_ingress_that_subscribes_gets_reports(
 ) -> None:
     monkeypatch.setattr("deployments.router.router.REPORT_INTERVAL_S", 0.001)
     reporting = asyncio.create_task(router._keep_reporting())
-    await router.subscribe(mail.inbox.address)
+    await router.subscribe(mail.address)
 
     def report(problem: str | None = None, **counts: Any) -> Report:
         return Report("a", problem, target_id="/models/a", **counts)
@@ -186,15 +146,15 @@ async def reported(router: Any, mail: Mail) -> list[int]:
 
 async def test_every_ingress_hears_once_of_the_prefixes_that_came(router: Any, mail: Mail) -> None:
     other = Mail()
-    other.inbox = await Inbox.open("127.0.0.1", other.deliver)
-    await router.subscribe(other.inbox.address)
+    await other.open()
+    await router.subscribe(other.address)
     await call(router, replace(generation(), prefixes=tuple(range(1, 9))), mail)
     await call(router, replace(generation(), prefixes=(1, 2)), mail)
     assert await reported(router, mail) == [1, 2, 4, 5, 7, 8]
     await wait_for(lambda: other.reports)
     assert sorted(other.reports[-1].prefixes) == [1, 2, 4, 5, 7, 8]
     assert await reported(router, mail) == []
-    other.inbox.close()
+    other.close()
 
 
 async def test_a_router_without_a_prefix_cache_holds_none(router: Any, rig: Rig, mail: Mail) -> None:
@@ -210,7 +170,7 @@ async def test_a_request_for_another_target_is_refused(router: Any, mail: Mail) 
     error, refused_by = await mail.end()
     assert isinstance(error, TargetError)
     assert (str(error).partition(",")[0], refused_by) == ("this Router serves /models/a", "a")
-    assert len(await mail.until(16)) == 16
+    assert len(await mail.outputs(16)) == 16
 
 
 async def test_a_connection_is_kept_until_it_is_lost_and_made_again(router: Any, mail: Mail) -> None:
@@ -220,10 +180,10 @@ async def test_a_connection_is_kept_until_it_is_lost_and_made_again(router: Any,
         while not delivery.is_lost:
             await asyncio.sleep(0)
 
-    delivery = router._delivery(mail.inbox.address)
-    assert router._delivery(InboxAddress(*mail.inbox.address)) is delivery
+    delivery = router._delivery(mail.address)
+    assert router._delivery(InboxAddress(*mail.address)) is delivery
     await lose(delivery)
-    again = router._delivery(mail.inbox.address)
+    again = router._delivery(mail.address)
     assert again is not delivery
     await lose(again)
     router._report()
@@ -231,7 +191,7 @@ async def test_a_connection_is_kept_until_it_is_lost_and_made_again(router: Any,
 
 
 async def test_an_ingress_that_cannot_be_reached_ends_the_request(router: Any, rig: Rig, mail: Mail) -> None:
-    mail.inbox.close()
+    mail.close()
     with pytest.raises(TargetError, match="the Ingress cannot be reached"):
         await call(router, generation(max_tokens=400), mail)
     assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
@@ -244,7 +204,7 @@ async def test_cancelling_the_call_frees_the_blocks_at_once(
     if not has_tokens:
         rig.verifier.gate.clear()
     request = call(router, generation(max_tokens=400), mail)
-    await mail.until(has_tokens)
+    await mail.outputs(has_tokens)
     while not rig.engine.scheduler.running:
         await asyncio.sleep(0)
     assert rig.engine.scheduler.pool.num_free < rig.engine.scheduler.pool.num_blocks
@@ -262,17 +222,14 @@ async def test_the_draft_is_described_as_soon_as_it_has_joined(router: Any) -> N
     assert (await router.describe()).draft == INFO
 
 
-async def test_the_autoscaler_is_told_of_all_sequences(router: Any, mail: Mail) -> None:
+async def test_the_autoscaler_is_told_of_all_sequences_and_that_the_target_is_down(router: Any, mail: Mail) -> None:
     request = call(router, generation(n=2, num_prompts=6, max_tokens=400), mail)
-    await mail.until(12)
+    await mail.outputs(12)
     assert router.record_autoscaling_stats() == {NUM_REQUESTS: 12, IS_RECOVERING: 0}
+    router._group.is_available = False
+    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 12, IS_RECOVERING: 1}
     request.cancel()
     await asyncio.wait([request])
-
-
-async def test_the_autoscaler_is_told_that_the_target_is_down(router: Any) -> None:
-    router._group.is_available = False
-    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 0, IS_RECOVERING: 1}
 
 
 async def test_a_health_check_has_a_lost_target_restarted(router: Any, rig: Rig) -> None:
@@ -288,7 +245,11 @@ async def test_a_worker_is_killed_by_the_group_and_a_router_by_itself_once_it_ha
     router: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(Group, "kill", lambda _, process: process == "draft", raising=False)
+
+    async def kill(_: Group, process: str) -> bool:
+        return process == "draft"
+
+    monkeypatch.setattr(Group, "kill", kill, raising=False)
     monkeypatch.setattr("deployments.router.router.ANSWER_S", 0.0)
     monkeypatch.setattr("deployments.router.router.os.kill", lambda *call: killed.append(call))
     assert await router.kill("draft")
@@ -297,14 +258,3 @@ async def test_a_worker_is_killed_by_the_group_and_a_router_by_itself_once_it_ha
     assert killed == []
     await wait_for(lambda: killed)
     assert killed == [(os.getpid(), signal.SIGKILL)]
-
-
-async def test_a_leased_draft_worker_is_killed_in_the_pool(router: Any) -> None:
-    class Leases:
-        async def kill(self, lease: object) -> bool:
-            return lease == "the lease"
-
-    router._leases, router._group.lease = Leases(), None
-    assert not await router.kill("draft")
-    router._group.lease = "the lease"
-    assert await router.kill("draft")

@@ -12,7 +12,8 @@ from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
 
 from deployments.routing import loads as router_loads
-from deployments.routing.loads import QueueDepthRouter, RouterLoads
+from deployments.routing.choice import QueueDepthRouter
+from deployments.routing.loads import RouterLoads
 from deployments.routing.prefixes import landmarks, prefix_hashes
 from deployments.wire import REPORT_INTERVAL_S, Generation, Report
 from engine.config import EngineConfig

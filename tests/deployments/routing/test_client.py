@@ -87,7 +87,8 @@ class Handle:
 def send(address: InboxAddress, *messages: Message) -> None:
     """Send messages as a Router does."""
     outbox = Outbox(address)
-    outbox.post([encode(message) for message in messages])
+    for message in messages:
+        outbox.post(encode(message))
 
 
 class Response:
@@ -144,7 +145,7 @@ async def test_outputs_come_from_the_router_that_took_the_request(loads: RouterL
     await stream.close()
     assert client._streams == {}
     await wait_for(lambda: not loads._requests)
-    send(client._inbox.address, End.by(TargetError("late"), "request"), Report("here", None, 3, 1))
+    send(client._address, End.by(TargetError("late"), "request"), Report("here", None, 3, 1))
     await wait_for(lambda: loads.depth("here") == 2)
 
 
@@ -203,7 +204,7 @@ async def test_routers_that_do_not_report_are_subscribed_to(
     loads.set_routers(["a", "b"])
     loads.note(Report("a", None))
     await wait_for(lambda: client._handle.broadcasts)
-    assert client._handle.broadcasts[0] == ("subscribe", client._inbox.address)
+    assert client._handle.broadcasts[0] == ("subscribe", client._address)
     loads.note(Report("b", None))
     await asyncio.sleep(0.03)
     client._handle.broadcasts.clear()
@@ -247,19 +248,19 @@ async def test_a_shutdown_ends_all_requests_and_those_that_come_later() -> None:
             await stream.next()
 
 
-async def test_metrics_are_those_of_all_ingresses_and_of_all_routers(ingresses: list[Any]) -> None:
+@pytest.mark.parametrize("has_pool", [False, True])
+async def test_metrics_are_those_of_all_ingresses_routers_and_drafts(
+    has_pool: bool, ingresses: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ingresses += [ReplicaMetrics("i2", []), TimeoutError()]
-    client = await routers(ReplicaMetrics("r1", []), TargetError("gone"), ReplicaMetrics("r2", []))
-    assert [replica.replica for replica in await client.collect()] == ["i1", "i2", "r1", "r2"]
-
-
-async def test_metrics_of_a_draft_pool_are_collected_too(ingresses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Handle(ReplicaMetrics("d1", []))
-    own = serve.get_deployment_handle
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda name, app: pool if name == "Drafts" else own(name, app))
-    routers = Handle(ReplicaMetrics("r1", []))
-    client = await ServeRouters.open(routers, "127.0.0.1", has_pool=True)
-    assert [replica.replica for replica in await client.collect()] == ["i1", "d1", "r1"]
+    pool, of_this_app = Handle(ReplicaMetrics("d1", [])), serve.get_deployment_handle
+    monkeypatch.setattr(
+        serve, "get_deployment_handle", lambda *names: pool if names[0] == "Drafts" else of_this_app(*names)
+    )
+    handle = Handle(ReplicaMetrics("r1", []), TargetError("gone"), ReplicaMetrics("r2", []))
+    client = await ServeRouters.open(handle, "127.0.0.1", has_pool=has_pool)
+    shown = [replica.replica for replica in await client.collect()]
+    assert shown == ["i1", "i2", *["d1"] * has_pool, "r1", "r2"]
 
 
 async def test_a_request_whose_router_is_lost_goes_to_another() -> None:
@@ -355,18 +356,27 @@ async def test_a_closed_call_reports_no_failure_and_counts_until_it_returns(
     assert (events.failures, events.has_returned) == ([], True)
 
 
-async def test_a_replica_that_does_not_answer_hides_no_other() -> None:
-    first, late, last = await ask_all(Handle("a", None, "b"), "state", timeout_s=0.05)
-    assert (first, last) == ("a", "b")
-    assert isinstance(late, TimeoutError)
+UNAVAILABLE = DeploymentUnavailableError(DeploymentID("Router"))
 
 
-async def test_an_exception_is_the_answer_of_its_replica() -> None:
-    """Serve raises CancelledError if the replica ends during the call."""
-    error = TargetError("stuck")
-    first, ended, last = await ask_all(Handle(error, asyncio.CancelledError(), "b"), "state")
-    assert (first, last) == (error, "b")
-    assert isinstance(ended, TargetError)
+@pytest.mark.parametrize(
+    ("handle", "expected"),
+    [
+        (Handle("a", None, "b"), ["a", TimeoutError, "b"]),
+        (Handle(TargetError("stuck"), asyncio.CancelledError(), "b"), [TargetError, TargetError, "b"]),
+        (Handle(error=UNAVAILABLE), []),
+        (Handle(error=RuntimeError("shut down")), [RuntimeError]),
+        (Handle(error=asyncio.CancelledError()), [TargetError]),
+        (Handle(is_stuck=True), [TimeoutError]),
+    ],
+    ids=["late", "failed, or ended during the call", "no replica", "Serve fails", "Serve ends", "Serve is late"],
+)
+async def test_each_replica_answers_for_itself_and_no_failure_ends_the_task_that_asks(
+    handle: Handle, expected: list[Any]
+) -> None:
+    """Or an Ingress would never subscribe to a Router again."""
+    answers = await ask_all(handle, "state", timeout_s=0.05)
+    assert [answer if isinstance(answer, str) else type(answer) for answer in answers] == expected
 
 
 async def test_a_caller_that_is_cancelled_ends() -> None:
@@ -376,23 +386,6 @@ async def test_a_caller_that_is_cancelled_ends() -> None:
     asking.cancel()
     await asyncio.wait([asking])
     assert asking.cancelled()
-
-
-async def test_no_replica_is_no_answer() -> None:
-    error = DeploymentUnavailableError(DeploymentID("Router"))
-    assert await ask_all(Handle(error=error), "state") == []
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shut down"), asyncio.CancelledError()])
-async def test_a_question_that_fails_does_not_end_the_task_that_asks(error: BaseException) -> None:
-    """Or an Ingress would never subscribe to a Router again."""
-    [answer] = await ask_all(Handle(error=error), "state")
-    assert isinstance(answer, type(error) if isinstance(error, Exception) else TargetError)
-
-
-async def test_serve_that_does_not_know_its_replicas_is_late() -> None:
-    [late] = await ask_all(Handle(is_stuck=True), "state", timeout_s=0.05)
-    assert isinstance(late, TimeoutError)
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ async def test_models_with_few_tokens_in_common_are_refused(config: GroupConfig,
 
 @pytest.mark.long
 async def test_without_a_draft_there_is_no_draft_worker(config: GroupConfig, expected: Text) -> None:
-    async with running(replace(config, draft=None)) as group:
+    async with running(replace(config, draft=None, engine=replace(config.engine, drafting="suffix"))) as group:
         generation = generate(group)
         await generation.run()
         assert generation.text == expected

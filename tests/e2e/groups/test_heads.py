@@ -44,7 +44,7 @@ async def test_a_head_drafts_again_after_its_worker_or_the_target_was_killed(
     async with running(config) as group:
         generation = generate(group)
         await run_until_tokens(generation, 60)
-        assert group.kill("draft")
+        assert await group.kill("draft")
         await wait_for(lambda: not group.remote_drafter.is_available)
         await run_until_tokens(generation, 80)
         await wait_for(lambda: group.remote_drafter.is_available)
@@ -53,7 +53,7 @@ async def test_a_head_drafts_again_after_its_worker_or_the_target_was_killed(
         assert generation.text == expected
         generation = generate(group)
         await run_until_tokens(generation, 60)
-        assert group.kill("target")
+        assert await group.kill("target")
         with pytest.raises(TargetError):
             await generation.run()
         generation.engine.reset()

@@ -5,23 +5,19 @@ import asyncio
 import httpx
 import pytest
 
-from tests.e2e.replicated.conftest import MAX_NUM_SEQS, MAX_QUEUED, NUM_ROUTERS
-from tests.e2e.servers import Server
+from tests.e2e.replicated.conftest import MAX_NUM_SEQS, MAX_QUEUED, NUM_ROUTERS, PLAIN
+from tests.e2e.servers import Server, metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 CAPACITY = NUM_ROUTERS * (MAX_NUM_SEQS + MAX_QUEUED)
-BODY = {"prompt": "A", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+BODY = {"prompt": "A", "max_tokens": 30_000, "ignore_eos": True, "stream": True, **PLAIN}
 RETRY_S = 0.2
 
 
-async def gauge(client: httpx.AsyncClient, name: str) -> float:
-    lines = (await client.get("/metrics")).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
-
-
-async def queues(client: httpx.AsyncClient) -> tuple[float, float]:
-    return await gauge(client, "vllm:num_requests_running"), await gauge(client, "vllm:num_requests_waiting")
+async def queues(server: Server) -> tuple[float, float]:
+    shown = await asyncio.to_thread(metrics, server.url)
+    return shown.total("vllm:num_requests_running"), shown.total("vllm:num_requests_waiting")
 
 
 async def stream(client: httpx.AsyncClient) -> None:
@@ -41,7 +37,7 @@ async def test_both_routers_fill_evenly_and_what_is_too_much_is_refused(server: 
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
         streams = [asyncio.create_task(stream(client)) for _ in range(CAPACITY)]
         async with asyncio.timeout(180):  # the second Router may still be loading
-            while await queues(client) != (NUM_ROUTERS * MAX_NUM_SEQS, NUM_ROUTERS * MAX_QUEUED):
+            while await queues(server) != (NUM_ROUTERS * MAX_NUM_SEQS, NUM_ROUTERS * MAX_QUEUED):
                 await asyncio.sleep(RETRY_S)
         refusals = await asyncio.gather(*(client.post("/v1/completions", json=BODY) for _ in range(40)))
         assert {response.status_code for response in refusals} == {429}
@@ -51,7 +47,7 @@ async def test_both_routers_fill_evenly_and_what_is_too_much_is_refused(server: 
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
         async with asyncio.timeout(60):
-            while await queues(client) != (0, 0):
+            while await queues(server) != (0, 0):
                 await asyncio.sleep(RETRY_S)
         assert (await client.post("/v1/completions", json={"prompt": "A", "max_tokens": 2})).status_code == 200
     assert len(server.processes("Replica:default:Ingress")) == 2

@@ -5,8 +5,9 @@ import time
 import httpx
 import pytest
 
-from tests.e2e.replicated.test_operating import agreed, all_know, wait_for
+from tests.e2e.replicated.test_operating import agreed, all_know
 from tests.e2e.servers import Server
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
@@ -17,7 +18,7 @@ REPORTED_S = 0.5
 
 def test_every_turn_finds_the_blocks_of_the_last_one(server: Server, url: str) -> None:
     """Each turn comes over a new connection, so to any Ingress."""
-    wait_for(lambda: all_know(url, 2))
+    wait_until(lambda: all_know(url, 2))
     before, num_known = agreed(url, "vllm:prefix_cache_hits_total"), 0
     texts = [f"Chat {chat}: {'once upon a time there was. ' * 8}" for chat in range(NUM_CHATS)]
     last = [0] * NUM_CHATS

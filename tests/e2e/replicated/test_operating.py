@@ -1,27 +1,19 @@
 """What operators see of two Routers and two Ingresses: health, metrics, request ids and logs as JSON."""
 
 import json
-import re
-import time
-from collections.abc import Callable
 
 import httpx
 import pytest
 
-from tests.e2e.servers import Server
+from tests.e2e.replicated.conftest import PLAIN
+from tests.e2e.servers import Server, metrics
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
-BODY = {"prompt": "A", "max_tokens": 800, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+BODY = {"prompt": "A", "max_tokens": 800, "ignore_eos": True, "temperature": 0.8, "seed": 3, **PLAIN}
 NUM_SCRAPES = 8
 """Over connections of their own, so that both Ingresses are asked."""
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def get(url: str, path: str, request_id: str = "") -> httpx.Response:
@@ -35,37 +27,22 @@ def all_know(url: str, num_routers: int) -> bool:
     return all(sum(router["ready"] for router in answer["routers"]) == num_routers for answer in answers)
 
 
-def scrapes(url: str, name: str) -> list[dict[str, float]]:
-    """The samples of a metric by replica, as several scrapes show them."""
-    shown = []
-    for _ in range(NUM_SCRAPES):
-        response = get(url, "/metrics")
-        assert response.status_code == 200
-        samples = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (\S+)$', response.text, re.MULTILINE)
-        shown.append({replica: float(value) for replica, value in samples})
-    return shown
-
-
 def agreed(url: str, name: str) -> float:
     """The sum of a metric over two Routers, once every scrape shows the same samples."""
     while True:
-        first, *others = scrapes(url, name)
+        first, *others = [metrics(url).by(name, "replica") for _ in range(NUM_SCRAPES)]
         if len(first) == 2 and all(other == first for other in others):
             return sum(first.values())
 
 
 def resubmissions(url: str) -> list[float]:
     """The requests that went on at another Router because theirs was lost, as several scrapes show them."""
-    shown = []
-    for _ in range(NUM_SCRAPES):
-        lines = get(url, "/metrics").text.splitlines()
-        lost = [line for line in lines if line.startswith("paceline:resubmissions_total{") and '"moved"' not in line]
-        shown.append(sum(float(line.rpartition(" ")[2]) for line in lost))
-    return shown
+    shown = [metrics(url).by("paceline:resubmissions_total", "reason") for _ in range(NUM_SCRAPES)]
+    return [sum(count for (reason,), count in reasons.items() if reason != "moved") for reasons in shown]
 
 
 def test_both_routers_and_ingresses_are_ready_and_head_works(server: Server, url: str) -> None:
-    wait_for(lambda: all_know(url, 2))
+    wait_until(lambda: all_know(url, 2))
     assert get(url, "/health").json()["status"] == "ok"
     for path in ("/live", "/ready", "/health"):
         response = httpx.head(f"{url}{path}", timeout=30)
@@ -76,7 +53,7 @@ def test_every_answer_of_either_ingress_is_in_the_log(server: Server, url: str) 
     sent = {f"logged-{i}" for i in range(20)}
     for request_id in sent:
         assert get(url, "/health", request_id).status_code == 200
-    wait_for(lambda: {line["request_id"] for line in server.logged("GET /health")} >= sent)
+    wait_until(lambda: {line["request_id"] for line in server.logged("GET /health")} >= sent)
     assert len({line["replica"] for line in server.logged("GET /health")}) == 2
 
 
@@ -84,11 +61,11 @@ def test_every_scrape_shows_both_routers(server: Server, url: str) -> None:
     before = agreed(url, "vllm:generation_tokens_total")
     for _ in range(NUM_SCRAPES):
         assert httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 5}, timeout=60).status_code == 200
-    wait_for(lambda: agreed(url, "vllm:generation_tokens_total") == before + 5 * NUM_SCRAPES)
+    wait_until(lambda: agreed(url, "vllm:generation_tokens_total") == before + 5 * NUM_SCRAPES)
 
 
 def check_that_nothing_but_readiness_is_lost(url: str) -> None:
-    wait_for(lambda: all_know(url, 0))
+    wait_until(lambda: all_know(url, 0))
     health = get(url, "/health")
     assert get(url, "/ready").status_code == 503
     assert (health.status_code, health.json()["live"], health.json()["ready"]) == (503, True, False)
@@ -99,7 +76,7 @@ def check_that_nothing_but_readiness_is_lost(url: str) -> None:
 def test_a_request_keeps_its_id_and_its_text_and_the_service_its_metrics_when_all_routers_die(
     server: Server, url: str
 ) -> None:
-    wait_for(lambda: all_know(url, 2))
+    wait_until(lambda: all_know(url, 2))
     text = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"]
     before = resubmissions(url)
     received, is_first = "", True
@@ -121,4 +98,4 @@ def test_a_request_keeps_its_id_and_its_text_and_the_service_its_metrics_when_al
     assert "survivor" in {line["request_id"] for line in server.logged("resumes at another Router")}
     [after] = set(resubmissions(url))
     assert after > before[0]
-    wait_for(lambda: get(url, "/ready").status_code == 200)
+    wait_until(lambda: get(url, "/ready").status_code == 200)

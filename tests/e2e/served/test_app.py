@@ -1,7 +1,6 @@
 """The whole path with real processes: the text of the engine, through HTTP, Serve, Ray actors and sockets."""
 
 import re
-import time
 
 import httpx
 import openai
@@ -9,10 +8,13 @@ import pytest
 
 from engine.params import SamplingParams
 from engine.sampling.grammar_text import from_regex
+from tests.e2e.servers import metrics
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = "A draft is a guess. "
+ACCEPTED, RUNNING = "vllm:spec_decode_num_accepted_tokens_total", "vllm:num_requests_running"
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +29,6 @@ def expected(target):
         return target.generate([PROMPT], SamplingParams(**params), show_progress=False)[0].outputs[0].text
 
     return text
-
-
-def gauge(url, name):
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -59,7 +56,7 @@ def test_the_text_is_the_targets_own(client, expected, temperature):
 def test_a_grammar_holds_on_every_process_of_the_way(client, url, expected, temperature):
     """The checker, draft and target each compile it; the drafts that the target keeps follow it too."""
     regex = r"[b-e]{4,40}(-[0-9]{2}){3}"
-    kept = gauge(url, "spec_decode_num_accepted_tokens_total")
+    kept = metrics(url).total(ACCEPTED)
     reference = expected(temperature=temperature, seed=5, max_tokens=80, grammar=from_regex(regex))
     response = client.completions.create(
         model="tiny",
@@ -74,7 +71,7 @@ def test_a_grammar_holds_on_every_process_of_the_way(client, url, expected, temp
     )
     assert response.choices[0].text == reference
     assert re.fullmatch(regex, reference)
-    assert gauge(url, "spec_decode_num_accepted_tokens_total") > kept
+    assert metrics(url).total(ACCEPTED) > kept
 
 
 def test_a_body_over_the_limit_is_refused_chunked_or_not(url):
@@ -92,10 +89,7 @@ def test_a_client_that_leaves_frees_its_blocks(client, url, headers):
         model="tiny", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}, extra_headers=headers
     )
     next(iter(stream))
-    assert gauge(url, "num_requests_running") == 1
+    assert metrics(url).total(RUNNING) == 1
     stream.close()
-    deadline = time.monotonic() + 180
-    while gauge(url, "num_requests_running") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert gauge(url, "num_requests_running") == 0
-    assert gauge(url, "kv_cache_usage_perc") == 0
+    wait_until(lambda: metrics(url).total(RUNNING) == 0)
+    assert metrics(url).total("vllm:kv_cache_usage_perc") == 0

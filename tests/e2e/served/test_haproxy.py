@@ -3,16 +3,15 @@
 import json
 import socket
 import time
-from collections.abc import Callable
 
-import httpx
 import pytest
 
 from deployments.local.haproxy_launcher import HEADER_TIMEOUT_S
 from deployments.local.haproxy_variables import find_haproxy
 from tests.bench import abuse
 from tests.bench.abuse import ABUSES, HEAVY, outcomes
-from tests.e2e.servers import Server
+from tests.e2e.servers import Server, metrics
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -83,15 +82,7 @@ def test_connections_that_trickle_are_closed(server: Server) -> None:
 
 
 def running(server: Server) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
-
-
-def wait_for(condition: Callable[[], bool], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    return metrics(server.url).total("vllm:num_requests_running")
 
 
 def test_an_answer_in_one_piece_ends_with_its_client_whose_body_came_late(server: Server) -> None:
@@ -104,10 +95,10 @@ def test_an_answer_in_one_piece_ends_with_its_client_whose_body_came_late(server
     time.sleep(0.02)
     for connection in connections:
         connection.sendall(body)
-    wait_for(lambda: running(server) == len(connections), 30)
+    wait_until(lambda: running(server) == len(connections), 30)
     for connection in connections:
         connection.close()
-    wait_for(lambda: running(server) == 0, 5)
+    wait_until(lambda: running(server) == 0, 5)
     processes = server.processes("haproxy.cfg")
     used_s = -sum(sum(process.cpu_times()[:2]) for process in processes)
     time.sleep(1)

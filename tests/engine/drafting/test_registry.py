@@ -1,35 +1,25 @@
-"""The registry of drafting methods: which one a configuration chooses, where it runs, what it makes."""
+"""The registry of drafting methods: where each runs, and what it makes."""
 
 from dataclasses import replace
 from typing import get_args
 
 import pytest
 
-from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, EngineConfig, ModelConfig, PairConfig
+from engine.config import Drafting, EngineConfig, PairConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.in_target.target_chains import TargetChainDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
-from engine.drafting.registry import (
-    METHODS,
-    DraftModel,
-    Method,
-    acceptance_of,
-    check_kinds,
-    check_run_ahead,
-    choose_method,
-    settle_drafting,
-)
+from engine.drafting.registry import METHODS, DraftModel, Method, acceptance_of, method_of
 from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.drafting.settle import check_run_ahead, settle
 from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
 from engine.drafting.trees.sampled_tree import SampledTreeDrafter
 from engine.drafting.trees.tree_drafter import TreeDrafter
-from engine.errors import ConfigError, ModelError, ModelMismatchError
-from engine.llm import LLM, run_in_process
-from engine.models.registry import open_model
+from engine.errors import ConfigError
+from engine.llm import run_in_process
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, DeferringDrafter, NoDrafter, ProposeRow, Request, chain
 from tests.engine.drafting.run_ahead.test_chains import MODEL
-from tests.engine.heads.files import head_settings, save_head
 from tests.examples.drafter import BigramDrafter
 from tests.fakes import SelfDraftingModel
 
@@ -37,56 +27,6 @@ from tests.fakes import SelfDraftingModel
 def test_the_configuration_offers_the_methods_of_the_registry():
     assert get_args(Drafting) == ("auto", *METHODS)
     assert EngineConfig().drafting == "auto"
-
-
-@pytest.mark.parametrize(
-    ("settings", "has_draft_model", "expected"),
-    [
-        ({}, True, "model"),
-        ({}, False, "suffix"),
-        ({"drafting": "ngram"}, True, "ngram"),
-        ({"num_speculative_tokens": 0}, True, "none"),
-        ({"drafting": "model", "speculation": "off"}, False, "none"),
-        ({"drafting": "tree", "verification": "rejection", "tree_width": 2}, True, "tree"),
-        ({"drafting": "tree", "verification": "k_sequential"}, True, "tree"),
-        ({"drafting": "self", "self_draft_layers": 2, "verification": "block"}, True, "self"),
-        ({"drafting": "self", "self_draft_layers": 2, "speculation": "off"}, False, "none"),
-    ],
-)
-def test_a_configuration_chooses_one_method(settings, has_draft_model, expected):
-    assert choose_method(EngineConfig(**settings), has_draft_model=has_draft_model) is METHODS[expected]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"drafting": "tree", "verification": "block"},
-            "verification is 'block', but drafting is 'tree', which allows coupled or rejection or",
-        ),
-        ({"verification": "k_sequential"}, "verification is 'k_sequential', but drafting is 'model'"),
-        ({"drafting": "model", "tree_width": 2}, "tree_width is 2, but drafting is 'model', which drafts no trees"),
-        ({"tree_width": 1}, "tree_width is 1, but drafting is 'auto'"),
-        (
-            {"drafting": "self", "self_draft_layers": 2, "verification": "k_sequential"},
-            "verification is 'k_sequential', but drafting is 'self', which allows coupled or rejection",
-        ),
-        ({"drafting": "self"}, "drafting is 'self', which needs self_draft_layers"),
-        ({"self_draft_layers": 2}, "self_draft_layers is set, but drafting is 'auto', which does not draft with the"),
-    ],
-)
-def test_settings_that_do_not_fit_each_other_are_refused_with_both_names(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        choose_method(EngineConfig(**settings), has_draft_model=True)
-
-
-def test_run_ahead_is_refused_where_drafts_need_to_know_the_verdict():
-    config = EngineConfig(drafting="tree", verification="rejection")
-    with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'tree' and verification 'rejection'"):
-        check_run_ahead(config, "on", has_draft_model=True)
-    check_run_ahead(config, "auto", has_draft_model=True)
-    for settings in ({}, {"drafting": "none"}, {"drafting": "tree"}, {"verification": "block"}):
-        check_run_ahead(EngineConfig(**settings), "on", has_draft_model=True)
 
 
 @pytest.mark.parametrize(
@@ -101,41 +41,6 @@ def test_run_ahead_is_refused_where_drafts_need_to_know_the_verdict():
 def test_what_is_learned_of_drafts_fits_their_form(settings, gains):
     acceptance = acceptance_of(EngineConfig(num_speculative_tokens=4, **settings))
     assert acceptance.gains == pytest.approx(gains)
-
-
-def test_a_method_without_its_draft_model_is_refused():
-    with pytest.raises(ConfigError, match="drafting is 'model', which needs a draft_model"):
-        choose_method(EngineConfig(drafting="model"), has_draft_model=False)
-
-
-@pytest.mark.parametrize(
-    ("settings", "draft", "num_speculative_tokens"),
-    [
-        ({"draft_model": "/small"}, "/small", 4),
-        ({"target_model": "/big"}, None, 4),
-        ({"draft_model": "/small", "drafting": "ngram"}, None, 4),
-        ({"draft_model": "/small", "drafting": "none"}, None, 0),
-        ({"draft_model": "/small", "speculation": "off"}, None, 0),
-    ],
-)
-def test_only_a_method_that_uses_the_draft_model_loads_it(settings, draft, num_speculative_tokens):
-    """And where nothing is drafted, no room is reserved for drafts."""
-    _, config, engine = settle_drafting(PairConfig(**settings))
-    assert (config and config.path) == draft
-    assert engine.num_speculative_tokens == num_speculative_tokens
-
-
-def test_a_draft_model_beside_a_target_that_drafts_for_itself_is_refused():
-    settings = {"drafting": "self", "self_draft_layers": 2}
-    with pytest.raises(ConfigError, match="draft_model is '/small', but drafting is 'self', which uses none"):
-        settle_drafting(PairConfig(draft_model="/small", **settings))
-    for draft_model in ("auto", "none"):
-        assert settle_drafting(PairConfig(draft_model=draft_model, **settings)).draft is None
-
-
-def test_an_llm_refuses_a_method_before_it_loads_anything():
-    with pytest.raises(ConfigError, match="needs a draft_model"):
-        LLM("/nowhere", "none", drafting="model")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +78,7 @@ def test_the_self_method_leaves_drafts_to_the_target_and_makes_a_drafter_there()
     in_target = [name for name, method in METHODS.items() if method.make_in_target is not None]
     assert in_target == ["self", "head", "head_tree", "mtp"]
     with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'self'"):
-        check_run_ahead(config, "on", has_draft_model=False)
+        check_run_ahead(config, "on")
 
 
 def test_copies_stand_in_front_of_a_model_wherever_that_runs():
@@ -189,9 +94,9 @@ def test_predictions_stand_in_front_of_every_method_unless_speculation_is_off(na
     drafter = NoDrafter()
     if METHODS[name].in_front is None:
         assert METHODS[name].drafter_of_engine(EngineConfig(), drafter).drafter is drafter
-    plain = METHODS["none"].drafter_of_engine(settle_drafting(PairConfig(num_speculative_tokens=0)).engine, drafter)
+    plain = METHODS["none"].drafter_of_engine(settle(PairConfig(num_speculative_tokens=0)).engine, drafter)
     assert plain is METHODS["none"].drafter_of_engine(EngineConfig(speculation="off"), drafter) is drafter
-    undrafted = settle_drafting(PairConfig(drafting="none")).engine
+    undrafted = settle(PairConfig(drafting="none")).engine
     assert (undrafted.num_speculative_tokens, undrafted.speculation) == (0, "adaptive")
 
 
@@ -217,168 +122,19 @@ def test_suffixes_draft_from_earlier_outputs_only_where_no_draft_changes_the_tex
     assert draft == (chain([10, 11]) if is_shared else NO_DRAFT)
 
 
-@pytest.fixture
-def model(tmp_path):
-    """Makes the directory of a model of some type."""
-
-    def make(name, model_type):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-        return open_model(ModelConfig(str(tmp_path / name)))
-
-    return make
-
-
-def test_a_pair_has_an_encoder_or_has_none(model):
-    t5, small, llama = model("t5", "t5"), model("small", "mt5"), model("llama", "llama")
-    method = METHODS["model"]
-    check_kinds(t5, small, method)
-    check_kinds(t5, None, METHODS["suffix"])
-    check_kinds(llama, llama, method)
-    with pytest.raises(ModelMismatchError, match=r"/t5 is an encoder-decoder, the draft .*/llama is decoder-only"):
-        check_kinds(t5, llama, method)
-    with pytest.raises(ModelMismatchError, match=r"/llama is decoder-only, the draft .*/t5 is an encoder-decoder"):
-        check_kinds(llama, t5, method)
-
-
-@pytest.mark.parametrize(
-    ("method", "message"), [(METHODS["tree"], "cannot verify trees"), (METHODS["self"], "cannot draft for itself")]
-)
-def test_a_method_that_does_not_fit_an_encoder_decoder_is_refused(method, message, model):
-    t5 = model("t5", "t5")
-    with pytest.raises(ModelError, match=message):
-        check_kinds(t5, t5, method)
-    llama = model("llama", "llama")
-    check_kinds(llama, llama, method)
-
-
 DIRECT = Method("draft", lambda config, draft: NoDrafter(), rules=("block",))
 
 
 def test_a_method_elsewhere_is_named_by_its_import_path():
     config = EngineConfig(drafting="tests.examples.drafter:BigramDrafter", verification="tests.examples.rule:RULE")
-    method = choose_method(config, has_draft_model=False)
+    method = method_of(config.drafting)
     assert (method.runs_in, type(method.make(config, None))) == ("router", BigramDrafter)
     assert acceptance_of(config).num_chains == 0
-    direct = EngineConfig(drafting=f"{__name__}:DIRECT", verification="block")
-    assert choose_method(direct, has_draft_model=True) is DIRECT
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"drafting": "tests.examples.drafter:Other"},
-            "drafting is 'tests.examples.drafter:Other', which cannot be imp",
-        ),
-        ({"drafting": f"{__name__}:__name__"}, "it must be a class of drafters or a Method"),
-        ({"drafting": "os:system"}, "it must be a class of drafters or a Method"),
-        ({"drafting": "...:Other"}, "cannot be imported: the 'package' argument is required"),
-        ({"drafting": f"{__name__}:DIRECT"}, "verification is 'coupled', but drafting is .*, which allows block"),
-        ({"verification": "tests.examples.rule:accept"}, "it must be an engine.verification.rule.Rule"),
-    ],
-)
-def test_a_wrong_import_path_is_refused_at_the_start(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        choose_method(EngineConfig(**settings), has_draft_model=True)
+    assert method_of(f"{__name__}:DIRECT") is DIRECT
 
 
 def test_a_drafter_that_cannot_be_made_is_named():
     config = EngineConfig(drafting="engine.drafting.copying.combined:CombinedDrafter")
-    method = choose_method(config, has_draft_model=False)
+    method = method_of(config.drafting)
     with pytest.raises(ConfigError, match="CombinedDrafter', which cannot be made of an EngineConfig: TypeError"):
         method.make(config, None)
-
-
-@pytest.fixture
-def head(tmp_path):
-    return save_head(tmp_path / "head", head_settings("org/target@main"), {})
-
-
-def test_a_head_is_loaded_with_its_target(head):
-    settled = settle_drafting(PairConfig(draft_model=head))
-    assert settled.target == replace(PairConfig(target_model="org/target@main").target, head=head)
-    assert (settled.draft, settled.engine.drafting) == (None, "head")
-    settled = settle_drafting(PairConfig(target_model="/other", draft_model=head, drafting="head_tree", tree_width=2))
-    assert (settled.target.path, settled.target.head, settled.draft) == ("/other", head, None)
-    settled = settle_drafting(PairConfig(draft_model=head, drafting="head_worker"))
-    assert settled.draft == replace(settled.target, head_only=True)
-    assert settled.target.head == head
-    hub = settle_drafting(PairConfig(target_model="/other", draft_model="org/head@v1", drafting="head"))
-    assert hub.target.head == "org/head@v1"
-    source = open_model(hub.target).head
-    assert source is not None
-    assert (source.path, source.config.revision, source.config.head) == ("org/head", "v1", None)
-
-
-def test_a_head_that_does_not_draft_is_not_loaded(head):
-    for settings in ({"speculation": "off"}, {"num_speculative_tokens": 0}, {"drafting": "suffix"}):
-        settled = settle_drafting(PairConfig(draft_model=head, **settings))
-        assert (settled.target.path, settled.target.head, settled.draft) == ("org/target", None, None)
-
-
-def test_the_bundled_head_is_of_the_bundled_target():
-    pair = PairConfig(target_model="bundled", draft_model="bundled-head", drafting="head")
-    assert settle_drafting(pair).target == replace(pair.target, head=str(BUNDLED_HEAD))
-    assert pair.target.path == str(BUNDLED_TARGET)
-
-
-def test_the_layers_of_a_checkpoint_are_a_head_at_its_own_path():
-    settled = settle_drafting(PairConfig(target_model="org/big@main", drafting="mtp"))
-    assert (settled.target.head, settled.draft) == ("org/big@main", None)
-    source = open_model(settled.target)
-    assert source.head is not None
-    assert source.head.path == source.path
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"drafting": "tree"}, "a trained head, but drafting is 'tree', which needs a whole model"),
-        ({"drafting": "mtp"}, "but drafting is 'mtp', which uses none"),
-        ({"drafting": "self", "self_draft_layers": 1}, "but drafting is 'self', which uses none"),
-        ({"tree_width": 2}, "tree_width is 2, but drafting is 'head', which drafts no trees"),
-        ({"drafting": "head_tree", "verification": "rejection"}, "verification is 'rejection', but .* allows coupled"),
-        ({"verification": "k_sequential"}, "allows coupled or rejection or block"),
-        ({"draft_quantization": "int8"}, "draft_quantization is int8, but the draft is a trained head"),
-    ],
-)
-def test_what_does_not_fit_a_head_is_refused(head, settings, problem):
-    with pytest.raises(ConfigError, match=problem):
-        settle_drafting(PairConfig(draft_model=head, **settings))
-
-
-def test_a_head_without_its_target_and_a_model_that_is_no_head_are_refused(tmp_path):
-    nameless = save_head(tmp_path / "head", head_settings(), {})
-    for path, problem in ((nameless, "do not name its target; set"), ("org/head", "are not here .`paceline pull`")):
-        with pytest.raises(ConfigError, match=f"draft_model is '{path}', a trained head whose files {problem}"):
-            settle_drafting(PairConfig(draft_model=path, drafting="head"))
-    for draft_model in ("auto", "none", str(BUNDLED_DRAFT)):
-        with pytest.raises(ConfigError, match=f"drafting is 'head', but draft_model is '{draft_model}', which is no"):
-            settle_drafting(PairConfig(draft_model=draft_model, drafting="head"))
-    with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'head'"):
-        check_run_ahead(EngineConfig(drafting="head"), "on", has_draft_model=False)
-
-
-def test_a_head_and_its_target_are_checked(head, tmp_path, caplog):
-    llama = tmp_path / "target"
-    llama.mkdir()
-    (llama / "config.json").write_text('{"model_type": "llama"}')
-    check_kinds(open_model(ModelConfig(str(llama), head=head)), None, METHODS["head"])
-    assert not caplog.records
-    other = llama.rename(tmp_path / "other")
-    check_kinds(open_model(ModelConfig(str(other), head=head)), open_model(ModelConfig(head)), METHODS["head_worker"])
-    assert caplog.messages == [f"the head {head} was trained for org/target; the target is {other}"]
-    with pytest.raises(ModelError, match="head is a trained head; drafting must be head, head_tree, head_worker"):
-        check_kinds(open_model(ModelConfig(str(other))), open_model(ModelConfig(head)), METHODS["model"])
-    block = tmp_path / "block"
-    block.mkdir()
-    (block / "config.json").write_text('{"speculators_model_type": "dflash"}')
-    blocks = open_model(ModelConfig(str(other), head=str(block)))
-    check_kinds(blocks, None, METHODS["head"])
-    for name in ("head_tree", "head_worker"):
-        with pytest.raises(ModelError, match=r"the head .*block drafts blocks, as only drafting=head can"):
-            check_kinds(blocks, None, METHODS[name])
-    (other / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(ModelError, match="other is an encoder-decoder, which no trained head reads"):
-        check_kinds(open_model(ModelConfig(str(other), head=head)), None, METHODS["head"])

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from engine.errors import ModelError
-from engine.execution.attention import additive_mask, attend_to_gathered, attend_to_self
+from engine.execution.attention import attend_to_gathered
 from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build
 from engine.execution.forward_row import depths
 from engine.execution.kv_tensors import KVTensors
@@ -118,12 +118,6 @@ def test_a_large_tree_and_a_long_chain_share_a_group_with_short_rows(num_nodes, 
     torch.testing.assert_close(*layer.run(*rows, window=window))
 
 
-def test_a_long_chunk_attends_to_the_chunk_before_it():
-    layer = Layer()
-    layer.run(prompt(LONG, A))
-    torch.testing.assert_close(*layer.run(prompt(LONG, A, LONG), prompt(LONG, B), prompt(2, C)))
-
-
 def test_padding_changes_no_entry_but_those_of_block_0():
     layer = Layer()
     layer.run(prompt(6, A))
@@ -160,23 +154,6 @@ def test_a_layer_that_shares_reads_the_blocks_of_another_and_writes_none():
     torch.testing.assert_close(output[0], torch.stack(expected))
     assert all(map(torch.equal, before, (*layer.kv.keys, *layer.kv.values)))
     assert batch.paged.layers == []
-
-
-def test_a_mask_is_zero_where_a_token_sees_a_place():
-    positions, limits = torch.tensor([[2, 3]]), torch.tensor([[3, 3]])
-    extra = torch.tensor([[[0], [4]]])
-    seen = additive_mask(6, positions, limits, extra, None, torch.float32)[0, 0] == 0
-    assert seen.int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0]]
-    seen = additive_mask(6, positions, limits, None, 2, torch.float32)[0, 0] == 0
-    assert seen.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0]]
-
-
-def test_a_mask_is_built_once_per_window():
-    group = build([prompt(3, A), prompt(2, B)], Layer().kv).paged.groups[0]
-    first = group.mask(AttentionParams(), 2, torch.empty(0), BLOCK)
-    assert first.shape == (2, 1, 6, BLOCK)
-    assert group.mask(AttentionParams(), 2, torch.empty(0), BLOCK) is first
-    assert group.mask(AttentionParams(7), 2, torch.empty(0), BLOCK) is not first
 
 
 @pytest.mark.parametrize(
@@ -276,21 +253,6 @@ def test_each_token_gets_the_weighted_mean_of_the_values_that_it_sees(name):
                 torch.testing.assert_close(output[place, head].double(), right, atol=1e-5, rtol=0)
 
 
-def test_a_prompt_attends_to_itself_causally():
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(HEADS, 5, DIM, generator=generator)
-    key = torch.randn(KV_HEADS, 5, DIM, generator=generator)
-    value = torch.randn(KV_HEADS, 5, VALUE_DIM, generator=generator)
-    output = attend_to_self(query, key, value, 0.3)
-    for token in range(5):
-        for head in range(HEADS):
-            visible = [place <= token for place in range(5)]
-            right = attended(
-                query[head, token], key[head // 2], value[head // 2], visible, AttentionParams(scaling=0.3), head
-            )
-            torch.testing.assert_close(output[token, head].double(), right, atol=1e-5, rtol=0)
-
-
 def test_the_text_of_a_target_with_an_fp8_cache_depends_on_nothing_else(tmp_path):
     """Not on drafts, on preemption, or on how much of a prompt is cached: a prompt attends to what its cache holds."""
     path = save(transformers.LlamaConfig(**SIZES), tmp_path, factor=4.0)
@@ -317,11 +279,3 @@ def test_prompts_and_later_tokens_attend_to_the_numbers_that_an_fp8_cache_holds(
     layer = Layer(dtype=torch.float8_e4m3fn)
     torch.testing.assert_close(*layer.run(prompt(7, A)))
     torch.testing.assert_close(*layer.run(prompt(3, A, start=7), prompt(2, B)))
-
-
-def test_places_before_the_first_are_hidden_from_all_but_themselves():
-    """Also from the nodes of trees, whose paths are padded with place 0."""
-    positions, limits = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[1, 2, 3, 3]])
-    extra = torch.tensor([[[0, 0], [0, 0], [0, 0], [3, 0]]])
-    mask = additive_mask(4, positions, limits, extra, None, torch.float32, first=1)[0, 0]
-    assert [(row == 0).nonzero().flatten().tolist() for row in mask] == [[0], [1], [1, 2], [1, 2, 3]]

@@ -23,25 +23,8 @@ GPU = torch.device("cuda", 0)
 
 
 DEEPSEEK = EXPERTS | LATENT
-FAMILIES = {
-    "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
-    "llama, long rope": (
-        "LlamaConfig",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
+FAMILIES = {  # of each feature of attention one; test_zoo has every family
     "qwen2, half sliding": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "qwen3": ("Qwen3Config", HEADS),
-    "mistral, sliding": ("MistralConfig", {"sliding_window": 8}),
-    "gemma": ("GemmaConfig", HEADS),
     "gemma2, capped scores, half sliding": (
         "Gemma2Config",
         {
@@ -56,19 +39,10 @@ FAMILIES = {
         "GptOssConfig",
         {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     ),
-    "deepseek v2, latent attention": ("DeepseekV2Config", DEEPSEEK),
     "deepseek v3, latent attention": ("DeepseekV3Config", DEEPSEEK),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
-    "phi3": ("Phi3Config", {}),
-    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
     "gemma 3n, shared keys": ("Gemma3nTextConfig", SHARED | {"intermediate_size": [64] * 6, "laurel_rank": 4}),
     "gemma 4, shared keys, two sizes": ("Gemma4TextConfig", GEMMA4),
-    "gemma 4, mixture": (
-        "Gemma4TextConfig",
-        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
-    ),
     "llama 4, chunks, tuned temperatures, mixture": ("Llama4TextConfig", LLAMA4),
-    "mistral 4, latent attention": ("Mistral4Config", DEEPSEEK),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
 }
 
@@ -188,19 +162,6 @@ def test_a_drawn_token_has_the_highest_logit_over_temperature_plus_noise(eager):
     assert torch.equal(drawn.logits, logits), "drawing changed the logits"
 
 
-def test_draws_without_keys_are_greedy(eager):
-    nothing = noise.keys([], [], noise.TARGET_STREAM, CPU)
-    drawn = run(eager, Draws(torch.ones(5, 1), nothing, torch.zeros(5, dtype=torch.int64)))
-    assert torch.equal(drawn.scores, drawn.logits)
-    assert torch.equal(drawn.tokens, run(eager).tokens)
-
-
-def test_a_pass_without_logits_returns_none(eager):
-    logits, _, tokens = eager.run(build([ForwardRow([9, 4], 0, [1], 0)], eager.allocate_kv(2, 16)))
-    assert logits.shape == (0, SIZES["vocab_size"])
-    assert tokens.shape == (0,)
-
-
 def test_logits_of_16_bit_models_are_float32_and_their_caches_16_bit(target_path):
     backend = load(target_path, dtype="bfloat16")
     assert backend.info.dtype == "bfloat16"
@@ -219,15 +180,6 @@ def test_a_model_by_itself_has_no_reducer_and_a_rank_closes_its_own(target_path)
     assert backend.reducer is model.shard.reducer
     backend.close()
     assert closed == [True]
-
-
-def test_a_thread_computes_on_the_models_gpu(target_path, monkeypatch):
-    backend, selected = EagerBackend(model_of(target_path)), []
-    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
-    backend.enter_thread()
-    backend.device = torch.device("cuda", 3)
-    backend.enter_thread()
-    assert selected == [torch.device("cuda", 3)]
 
 
 def test_a_model_whose_layers_attend_twice_is_refused_before_the_first_round(tmp_path, monkeypatch):
@@ -252,12 +204,6 @@ def test_a_trial_that_runs_out_of_memory_does_not_blame_the_architecture(error, 
     monkeypatch.setattr("engine.models.causal_lm.forward", fail)
     with pytest.raises(ModelError, match=reason):
         EagerBackend(model)
-
-
-def test_a_cpu_has_computed_a_pass_when_it_is_launched(target):
-    target.run(build([ForwardRow([1], 0, [1], 1)], target.allocate_kv(2, 16)))
-    assert not target.is_busy
-    target.wait()
 
 
 def test_a_gpu_is_busy_until_its_stream_has_no_work(target, monkeypatch):

@@ -36,9 +36,39 @@ def measure(path, *, world_size=1, quantization="none", **settings):
     )
 
 
-def test_the_weights_counted_in_the_files_are_those_that_are_loaded(target_path):
-    model = backend_of(target_path).model
-    assert measure(target_path).weight_bytes == 4 * sum(p.numel() for p in model.module.parameters())
+MODELS = {
+    "llama": (LlamaConfig(**SIZES), {}),
+    "an fp8 cache": (LlamaConfig(**SIZES), {"kv_cache_dtype": "fp8"}),
+    "layers of two sizes": (Gemma4TextConfig(**SIZES | GEMMA4 | {"num_global_key_value_heads": 2}), {}),
+    "encoder-decoder": (T5Config(**T5_SIZES), {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_keys_and_values_take_what_is_loaded_and_allocated(name, tmp_path):
+    config, settings = MODELS[name]
+    backend, source = backend_of(save(config, tmp_path), **settings), open_model(ModelConfig(str(tmp_path), **settings))
+    planned = footprint(source, EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
+    module = backend.model.module
+    scalars = [buffer for path, buffer in module.named_buffers() if path.endswith("layer_scalar")]  # are saved, too
+    assert planned.weight_bytes == 4 * sum(tensor.numel() for tensor in [*module.parameters(), *scalars])
+    assert planned.max_model_len == backend.info.max_model_len
+    kv = backend.allocate_kv(3, 16)
+    assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
+    if name == "llama":
+        AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path, max_shard_size="10KB")
+        (tmp_path / "model.safetensors").unlink()
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+        assert measure(str(tmp_path)).weight_bytes == planned.weight_bytes
+
+
+def test_an_encoder_decoder_has_a_mask_for_each_head():
+    few, many = (
+        of_weights("x", 0, T5Config(**T5_SIZES | {"num_heads": heads, "d_kv": 48 // heads}), EngineConfig(),
+                   longest=2048, dtype=torch.float32)
+        for heads in (2, 4)
+    )  # fmt: skip
+    assert many.workspace_bytes - few.workspace_bytes == 2 * 2 * 1024 * 2048 * 4
 
 
 def test_a_rank_takes_its_slices_and_all_that_every_rank_holds_whole(target_path):
@@ -47,18 +77,6 @@ def test_a_rank_takes_its_slices_and_all_that_every_rank_holds_whole(target_path
     kept_whole = 4 * (VOCAB * 32 + 5 * 32)
     assert half.weight_bytes == kept_whole + (whole.weight_bytes - kept_whole) // 2
     assert half.kv_token_bytes == whole.kv_token_bytes // 2
-
-
-def test_keys_and_values_of_a_token_take_what_the_cache_allocates(target):
-    kv = target.allocate_kv(3, 16)
-    allocated = sum(cache.nbytes for cache in (*kv.keys, *kv.values))
-    assert measure(target.info.name).kv_token_bytes == allocated // (3 * 16)
-
-
-def test_layers_of_two_sizes_take_what_the_cache_allocates(tmp_path):
-    config = Gemma4TextConfig(**SIZES | GEMMA4 | {"num_global_key_value_heads": 2})
-    kv = backend_of(save(config, tmp_path)).allocate_kv(3, 16)
-    assert measure(str(tmp_path)).kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
 
 
 def test_a_text_part_is_counted_quantised_whatever_its_layers_are_called_in_the_files(tmp_path):
@@ -96,57 +114,16 @@ def test_the_widest_of_layers_that_differ_counts():
     assert workspace[0] < workspace[1] == workspace[2]
 
 
-def test_several_files_are_counted_together(tmp_path):
-    path = save_llama(tmp_path, seed=1)
-    whole = measure(path).weight_bytes
-
-    AutoModelForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="10KB")
-    (tmp_path / "model.safetensors").unlink()
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert measure(path).weight_bytes == whole
-
-
-def test_an_encoder_decoder_is_counted_whole_and_has_a_mask_for_each_head(tmp_path):
-    path = save(T5Config(**T5_SIZES), tmp_path)
-    backend = backend_of(path)
-    kv = backend.allocate_kv(3, 16)
-    planned = measure(path)
-    assert planned.weight_bytes == 4 * sum(p.numel() for p in backend.model.module.parameters())
-    assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
-    assert planned.max_model_len == backend.info.max_model_len == 2048
-    few, many = (
-        of_weights(
-            "x",
-            0,
-            T5Config(**T5_SIZES | {"num_heads": heads, "d_kv": 48 // heads}),
-            EngineConfig(),
-            longest=2048,
-            dtype=torch.float32,
-        )
-        for heads in (2, 4)
-    )
-    assert many.workspace_bytes - few.workspace_bytes == 2 * 2 * 1024 * 2048 * 4
-
-
 def test_slots_take_what_the_cache_allocates_and_a_pass_has_one_chunk_more(tmp_path, monkeypatch):
     path, settings = save(BambaConfig(**BAMBA), tmp_path), {"num_speculative_tokens": 3}
     planned = measure(path, max_num_batched_tokens=100, **settings)
     kv = backend_of(path).allocate_kv(3, 16, num_states=5, depth=3)
-    slots = [tensor for layer in kv.linear.layers for tensor in (layer.inputs, layer.matrices, *layer.updates)]
+    slots = [tensor for layer in kv.extras.layers for tensor in (layer.inputs, layer.matrices, *layer.updates)]
     assert planned.state_bytes == sum(tensor.nbytes for tensor in slots) // 5
     assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
     monkeypatch.setattr("engine.execution.footprint.planned_states", lambda _: ([], 0))
     stateless = measure(path, max_num_batched_tokens=100 + CHUNK, **settings)
     assert (stateless.state_bytes, stateless.workspace_bytes) == (0, planned.workspace_bytes)
-
-
-def test_an_fp8_cache_takes_a_byte_for_each_number(target_path):
-    source = open_model(ModelConfig(target_path, kv_cache_dtype="fp8"))
-    planned = footprint(source, EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
-    kv = backend_of(target_path, kv_cache_dtype="fp8").allocate_kv(3, 16)
-    assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
-    assert planned.kv_token_bytes == measure(target_path).kv_token_bytes / 4
-    assert planned.workspace_bytes == measure(target_path).workspace_bytes
 
 
 def test_a_head_adds_its_weights_its_layers_and_a_state_per_token():

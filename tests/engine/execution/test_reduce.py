@@ -74,23 +74,6 @@ def test_a_rank_that_computes_alone_waits_for_no_other_and_gets_results_of_the_s
     assert not is_alone()
 
 
-def test_a_reducer_connects_for_both_kinds_of_sums_and_closes_without_a_world(four):
-    on_ranks(lambda reducer: reducer.prepare(8, 8), four)
-    sizes = [4 * shape[0] for shape in four[0].sums[-2:]]
-    assert sizes[0] <= ONE_SHOT_BYTES < sizes[1]
-    four[0].close()
-
-
-@pytest.mark.parametrize(
-    ("device", "world_size", "kind"),
-    [("cuda:1", 4, SymmetricReducer), ("cuda:1", 3, RankOrderReducer), ("cpu", 2, RankOrderReducer)],
-)
-def test_symmetric_memory_is_for_gpus_and_numbers_of_ranks_that_it_sums_in_order(device, world_size, kind):
-    reducer = make_reducer(1, world_size, None, torch.device(device))
-    assert type(reducer) is kind
-    assert (reducer.rank, reducer.world_size) == (1, world_size)
-
-
 class SymmetricMemory:
     """A double: buffers in a list per rank, whose kernels sum by the ranks' gloo groups; `order` breaks the order."""
 
@@ -160,6 +143,9 @@ def test_a_prepared_symmetric_reducer_sums_in_its_buffer_and_keeps_its_results(f
     assert memory.calls == [], "too large, integers, nothing"
     memory.reducers[0].close()
     assert memory.reducers[0]._buffer is None
+    for device, world_size, kind in (("cuda:1", 4, SymmetricReducer), ("cuda:1", 3, RankOrderReducer)):
+        assert type(make_reducer(1, world_size, None, torch.device(device))) is kind
+    assert type(make_reducer(1, 2, None, CPU)) is RankOrderReducer
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,6 @@ def end(process):
     process.stdout.close()
 
 
-def test_a_folder_is_for_this_user_and_is_removed_with_its_files(parent):
-    with scratch_folder() as name:
-        assert Path(name).parent == parent
-        assert os.stat(name).st_mode & 0o077 == 0
-        Path(name, "file").touch()
-    assert [*parent.iterdir()] == []
-
-
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_no_other(parent):
     stranger = parent / "paceline-bench"
     stranger.mkdir()
@@ -53,5 +45,7 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_no_other(pare
     assert left.is_dir()
     with scratch_folder() as name:
         assert {*parent.iterdir()} == {stranger, kept, Path(name)}
+        assert os.stat(name).st_mode & 0o077 == 0, "it is for this user"
+        Path(name, "file").touch()
     end(living)
     assert {*parent.iterdir()} == {stranger}

@@ -12,7 +12,7 @@ from engine.heads.registry import HEADS
 from engine.protocols import Draft, run_in_process
 from engine.verification.verifier import ModelVerifier
 from tests.engine.heads.test_dflash import block_config
-from tests.engine.heads.tiny_heads import head_config
+from tests.engine.heads.tiny_heads import backend_with_head, head_config
 
 KINDS = {
     "eagle3": head_config,
@@ -23,6 +23,8 @@ KINDS = {
     "dspark": partial(block_config, kind="dspark", sample_from_anchor=True, markov_rank=4),
 }
 """Functions that return the configuration of a tiny head."""
+SPOILED = {"not a number": float("nan"), "infinite": float("inf"), "few tokens": None}
+"""Heads of which every logit is such a number, and so are their features; or that draft 9 of the 64 tokens."""
 CASES = [
     pytest.param(kind, method, id=f"{kind} {method}", marks=() if kind.startswith("eagle3") else pytest.mark.slow)
     for kind, make_config in KINDS.items()
@@ -87,3 +89,15 @@ def entries(verifier, row):
     read = slots[verifier.backend.model.head.attends_from :]
     caches = [cache.flatten(0, 1)[read].flatten() for cache in (*kv.keys[first:], *kv.values[first:])]
     return torch.cat([kv.states.flatten(0, 1)[slots].flatten(), *caches])
+
+
+def backend_of_kind(path, kind, spoiled=""):
+    """The backend of a saved target with a head of a kind, which may be spoiled."""
+    value = SPOILED.get(spoiled)
+    backend = backend_with_head(path, KINDS[kind](**({"draft_vocab": 9} if spoiled and value is None else {})))
+    if value is not None:
+        with torch.no_grad():
+            for name, parameter in backend.model.head.named_parameters():
+                if name.startswith(("fc.", "eh_proj.")):
+                    parameter.fill_(value)
+    return backend

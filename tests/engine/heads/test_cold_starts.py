@@ -54,13 +54,11 @@ def plain(target, requests):
     "settings",
     [
         {},
-        {"max_num_seqs": 1},
         {"num_blocks": 40, "max_num_seqs": 8},
         {"max_num_batched_tokens": 12, "max_num_seqs": 2},
-        {"enable_prefix_caching": False, "block_size": 16},
         {"speculation": "adaptive"},
     ],
-    ids=["one batch", "one by one", "preempted", "chunked", "unshared", "adaptive"],
+    ids=["one batch", "preempted", "chunked", "adaptive"],
 )
 def test_drafts_and_caches_are_those_of_a_cold_start(settings, start, requests, plain):
     """Requests arrive while others draft, and every seventh one never does."""
@@ -88,8 +86,10 @@ def test_the_chunks_of_a_prompt_do_not_matter(chunk, start):
     recorder.check(2)
 
 
-@pytest.mark.parametrize("has_drafts", [True, False], ids=["after drafts", "after none"])
-@pytest.mark.parametrize("num_shared", [0, 3, 4, 5, 20, 39, 40, 41])
+@pytest.mark.parametrize(
+    ("num_shared", "has_drafts"),
+    [(0, True), (3, False), (4, True), (5, False), (20, True), (20, False), (39, True), (40, False), (41, True)],
+)
 def test_a_cached_prefix_gives_the_drafts_of_a_cold_one(num_shared, has_drafts, start):
     """Hits of none, half and 95 % of a prompt, at block edges, before and after them, and of a whole prompt."""
     engine, recorder = start()

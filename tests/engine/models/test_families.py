@@ -1,4 +1,4 @@
-"""Families: what is refused says why, and the table in deployments/README.md is right."""
+"""Families: what is refused says why, and the table in deployments/docs/families.md is right."""
 
 import json
 

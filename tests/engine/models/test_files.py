@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from cluster.workers.loading import check_files
 from engine import LLM, SamplingParams
 from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, ModelConfig
+from engine.drafting.assembly import check_files
 from engine.errors import ModelError, PacelineError
 from engine.models.registry import open_model
 

@@ -8,7 +8,8 @@ import pytest
 
 from cluster.config import GroupConfig, suited_to_models
 from engine.config import ModelConfig
-from engine.drafting.registry import METHODS, check_kinds
+from engine.drafting.registry import METHODS
+from engine.drafting.settle import check_kinds
 from engine.errors import ModelError
 from engine.models.registry import open_model
 from engine.models.source import ModelSource

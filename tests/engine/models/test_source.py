@@ -12,7 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
 
-from cluster.workers.actors import DraftWorker, TargetWorker
+from cluster.config import GroupConfig
+from cluster.workers.actors import TargetWorker
+from cluster.workers.draft_worker import DraftWorker
 from engine import LLM
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, EngineConfig, ModelConfig
 from engine.errors import ModelError
@@ -276,15 +278,17 @@ def test_a_process_of_its_own_reads_each_file_once(pair, opened):
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_worker_reads_each_file_once(role, pair, opened):
+def test_a_worker_reads_each_file_once(role, pair, opened, monkeypatch):
     target, draft = (ModelConfig(path, device="cpu") for path in pair)
-    worker = (TargetWorker if role == "target" else DraftWorker)(EngineConfig(), 1, "text")
-    config = target if role == "target" else draft
-    worker.survey(config, 1)
+    monkeypatch.setattr("cluster.workers.actors.this_node", lambda: ("127.0.0.1", "this node"))
     if role == "target":
+        config, worker = target, TargetWorker(EngineConfig(), 1, 0, 1)
+        worker.survey(config)
         worker.load(config, CacheSize(64, 4), None, 1.0)
     else:
-        worker.load(config, target, CacheSize(64, 4), run_ahead=False)
+        config, worker = draft, DraftWorker(GroupConfig(target, draft), "a worker")
+        worker.survey(config)
+        worker.load(CacheSize(64, 4))
     files = [f"{path}/{name}" for path in pair for name in FILES]
     expected = {file: int(file.startswith(config.path) or role == "draft") for file in files}
     # It tells the end of a text; a draft compares it with the target's, too.

@@ -91,7 +91,7 @@ def test_what_is_measured_and_saved_is_what_the_engine_serves(target, tmp_path, 
     accepted = acceptance.accepted_lengths(4)
     begins = [(begin, end) for _, begin, end in continuations.texts()]
     # One draft per token that is followed by four more; a prompt's first token has none.
-    assert [len(row) for row in acceptance.agreements] == [end - 4 - max(1, begin - 1) for begin, end in begins]
+    assert [len(row) for row in acceptance.lengths] == [end - 4 - max(1, begin - 1) for begin, end in begins]
     llm = LLM(draft_model=tmp_path, speculation="fixed", num_speculative_tokens=4, dtype="float32", compile="off")
     params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(3)]
     served = llm.generate(PROMPTS, params, show_progress=False)

@@ -16,7 +16,7 @@ PROMPTS = ["the whale", "a ship and every sailor saw the", "night"]
 
 def test_rounds_end_at_the_first_disagreement_and_a_cut_round_is_left_out() -> None:
     yes, no = True, False
-    acceptance = Acceptance([[yes, yes, no, yes, no, yes, yes, yes, yes, yes]])
+    acceptance = Acceptance.of_agreements([[yes, yes, no, yes, no, yes, yes, yes, yes, yes]])
     assert acceptance.accepted_lengths(2) == [2, 1, 2, 2]
     assert acceptance.per_position(2) == [1.0, 0.75]
     assert acceptance.mean_acceptance_length(2) == 2.75

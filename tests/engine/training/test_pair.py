@@ -17,26 +17,18 @@ PAIR = BUNDLED_TARGET.parent
 CARD = json.loads((PAIR / "figures.json").read_text())
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_the_pair_accepts_what_its_card_says(temperature: str) -> None:
+@pytest.mark.parametrize(("name", "temperature"), [("temperatures", "0"), ("head", "1")])
+def test_the_draft_and_the_head_accept_what_the_card_says(name: str, temperature: str) -> None:
     target, tokenizer = load_model(BUNDLED_TARGET)
-    draft, _ = load_model(BUNDLED_DRAFT)
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(BUNDLED_PROMPTS)]
-    acceptance = continue_prompts(target, prompts, CONTINUATION_TOKENS, float(temperature)).acceptance(draft)
-    card = CARD["temperatures"][temperature]
-    assert acceptance.per_position(4) == pytest.approx(card["acceptance_per_position"], abs=0.05)
-    assert acceptance.mean_acceptance_length(4) == pytest.approx(card["mean_acceptance_length"], abs=0.05)
-
-
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_the_head_accepts_what_its_card_says(temperature: str) -> None:
-    target, tokenizer = load_model(BUNDLED_TARGET)
-    sources = (open_model(ModelConfig(str(folder))) for folder in (BUNDLED_HEAD, BUNDLED_TARGET))
-    head = load_head(*sources, target, target.device, torch.float32, 0)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(BUNDLED_PROMPTS)]
     continuations = continue_prompts(target, prompts, CONTINUATION_TOKENS, float(temperature))
-    card = CARD["head"][temperature]
-    acceptance = head_acceptance(head, target, continuations, 4)
+    if name == "head":
+        sources = (open_model(ModelConfig(str(folder))) for folder in (BUNDLED_HEAD, BUNDLED_TARGET))
+        head = load_head(*sources, target, target.device, torch.float32, 0)
+        acceptance = head_acceptance(head, target, continuations, 4)
+    else:
+        acceptance = continuations.acceptance(load_model(BUNDLED_DRAFT)[0])
+    card = CARD[name][temperature]
     assert acceptance.per_position(4) == pytest.approx(card["acceptance_per_position"], abs=0.05)
     assert acceptance.mean_acceptance_length(4) == pytest.approx(card["mean_acceptance_length"], abs=0.05)
 

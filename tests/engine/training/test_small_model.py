@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from engine.training.checkpoint import TrainingError
-from engine.training.small_model import Size, build_model, load_model, train_tokenizer
+from engine.training.small_model import Size, build_model, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +27,6 @@ def test_layers_and_width_decide_the_rest(text: str, size: Size) -> None:
     assert Size.parse(text, context=64).context == 64
 
 
-@pytest.mark.parametrize("text", ["", "x128", "0x128", "2x100", "2x0", "2x-32", "-1x32", "2x128x3"])
-def test_an_invalid_size_is_refused(text: str) -> None:
-    with pytest.raises(TrainingError, match="is not LAYERSxHIDDEN"):
-        Size.parse(text)
-
-
 def test_a_new_model_has_layers_that_change_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
     model = build_model(Size.parse("2x32"), tokenizer, seed=0)
     states = model.model(torch.tensor([[3, 4, 5]]), output_hidden_states=True).hidden_states
@@ -49,14 +42,6 @@ def test_a_seed_decides_a_models_weights_and_leaves_the_generator_alone(tokenize
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="has no config"):
-        load_model(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(TrainingError, match=f"cannot load {tmp_path}"):
-        load_model(tmp_path)
-
-
 def test_any_text_survives_and_the_chat_template_uses_the_role_tokens() -> None:
     tokenizer = train_tokenizer(["call me ishmael " * 50], vocab_size=280, context=64)
     text = "  naïve 鯨 \n\ttab"
@@ -68,8 +53,3 @@ def test_any_text_survives_and_the_chat_template_uses_the_role_tokens() -> None:
     )
     answered = [*chat, {"role": "assistant", "content": "a"}]
     assert str(tokenizer.apply_chat_template(answered, tokenize=False)).endswith("<|assistant|>a<|endoftext|>")
-
-
-def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
-    with pytest.raises(TrainingError, match="vocabulary has 100"):
-        train_tokenizer(["text"], vocab_size=100, context=64)

@@ -4,6 +4,7 @@ The process runs only while nothing else needs its core: decoding comes first. T
 there are several cores. Later starts find the result in the cache.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -16,13 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 from engine.config import CompileProgress
 from engine.execution.scratch import cache_folder, scratch_folder
 from engine.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
-_LOG_PERIOD_S = 30.0
 _START_S = 23.0
 _LAYER_S = 1.7
 """CPU seconds of a compilation, and of each layer in it as measured for 2 to 24 layers; for estimates only."""
@@ -66,7 +68,7 @@ class BackgroundCompiler:
         self._lock = f"compiling-{model}.lock"
         self._ready = ready
         self._expected_s = _START_S + _LAYER_S * num_layers
-        self._process: subprocess.Popen[str] | None = None
+        self._process: psutil.Popen | None = None
         self._parts = parts
         self._has_ended = False
         threading.Thread(target=self._run, daemon=True, name="compiling").start()
@@ -74,14 +76,14 @@ class BackgroundCompiler:
     @property
     def progress(self) -> CompileProgress | None:
         """How far it is; None once it has ended."""
-        return None if self._has_ended else self._estimate()
-
-    def _estimate(self) -> CompileProgress:
+        if self._has_ended:
+            return None
         left_s = self._expected_s
         if self._process is not None:  # no other model compiles
             elapsed_s = time.monotonic() - self._started
-            computed_s = _cpu_seconds(self._process.pid) or elapsed_s
-            left_s = max(1.0, left_s - computed_s) * elapsed_s / computed_s
+            with contextlib.suppress(psutil.NoSuchProcess):
+                computed_s = sum(self._process.cpu_times()[:4]) or elapsed_s  # the compilers' time, too
+                left_s = max(1.0, left_s - computed_s) * elapsed_s / computed_s
         return CompileProgress(sum(path.exists() for path in self._parts), len(self._parts), left_s)
 
     def _run(self) -> None:
@@ -108,41 +110,25 @@ class BackgroundCompiler:
             self._started = time.monotonic()
             self._process = process = self._start(folder, errors.fileno())
             logger.info("%s runs eagerly until it is compiled", self._name)
-            while True:
-                try:
-                    status = process.wait(_LOG_PERIOD_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    logger.info("%s: compiled passes: %d of %d, about %.0f s left", self._name, *self._estimate())
-            if status == 0:
+            if (status := process.wait()) == 0:
                 logger.info("%s: compiled in %.0f s", self._name, time.monotonic() - self._started)
                 return None
             errors.seek(0)
             return (errors.read().strip().splitlines() or [f"exit status {status}"])[-1]
 
-    def _start(self, folder: str, errors: int) -> subprocess.Popen[str]:
+    def _start(self, folder: str, errors: int) -> psutil.Popen:
         few_threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        process = subprocess.Popen(
+        process = psutil.Popen(
             [sys.executable, *self._command],
             cwd=Path(__file__).parents[4],
             env=os.environ | few_threads | {"TMPDIR": folder},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            text=True,
             # Not a session: Linux shares cores between sessions first, and priorities count within one.
             process_group=0,
         )
-        os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+        process.nice(19)
         if hasattr(os, "sched_setscheduler"):  # Linux
             os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         return process
-
-
-def _cpu_seconds(process_id: int) -> float | None:
-    """Return the CPU time of a process and of those that it has waited for; None where the system does not say."""
-    try:
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

@@ -21,19 +21,11 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 // Queries per pass over the keys; their scores are kept in a buffer.
 constexpr int64_t kQueries = 32;
-// Queries per loading of keys or values to registers.
-constexpr int64_t kTile = 4;
-// With at least kMany queries, attend_many is faster than attend_few.
-constexpr int64_t kMany = 24;
-constexpr int64_t kPair = 2 * kLanes;
-// Places whose weights fit into the L1 cache.
-constexpr int64_t kPlaces = 64;
-static_assert(kQueries % kPair == 0);
-// Keys, and dimensions of values, per loading of queries to vector registers (16 with AVX2, 32 with AVX-512).
+// Queries per loading of keys or values to vector registers, of which AVX2 has 16 and AVX-512 has 32.
 #if defined(CPU_CAPABILITY_AVX2)
-constexpr int kKeys = 2, kDims = 4;
+constexpr int kTile = 4;
 #else
-constexpr int kKeys = 4, kDims = 8;
+constexpr int kTile = 8;
 #endif
 // Minimum number of products per thread.
 constexpr int64_t kShare = 1 << 21;
@@ -70,18 +62,14 @@ struct Query {
   float* scores;
 };
 
-// Call `run` for each tile with its size, known at compile time, and its first query.
-template <typename Run>
-void in_tiles(std::vector<Query>& queries, const Run& run) {
-  const int64_t count = queries.size();
-  int64_t first = 0;
-  for (; first + kTile <= count; first += kTile) {
-    run(std::integral_constant<int, kTile>(), &queries[first]);
+// Call `run` for tiles of N queries, then for the rest; a tile's size is known at compile time.
+template <int N, typename Run>
+void in_tiles(Query* first, const Query* end, const Run& run) {
+  for (; end - first >= N; first += N) {
+    run(std::integral_constant<int, N>(), first);
   }
-  switch (count - first) {
-    case 3: return run(std::integral_constant<int, 3>(), &queries[first]);
-    case 2: return run(std::integral_constant<int, 2>(), &queries[first]);
-    case 1: return run(std::integral_constant<int, 1>(), &queries[first]);
+  if constexpr (N > 1) {
+    in_tiles<N - 1>(first, end, run);
   }
 }
 
@@ -203,7 +191,7 @@ float* reserve(std::vector<Vec>& buffer, int64_t count) {
   return reinterpret_cast<float*>(buffer.data());
 }
 
-void attend_few(std::vector<Query>& queries, const Seen& seen, float scale) {
+void attend(std::vector<Query>& queries, const Seen& seen, float scale) {
   static thread_local std::vector<Vec> buffer, keys;
   float* scores = reserve(buffer, queries.size() * seen.places());
   float* transposed = reserve(keys, seen.dim * kLanes);
@@ -215,7 +203,7 @@ void attend_few(std::vector<Query>& queries, const Seen& seen, float scale) {
       const int64_t count = std::min(kLanes, seen.block - j);
       const float* key = seen.key(index) + j * seen.stride;
       transpose(key, seen.stride, count, seen.dim, transposed);
-      in_tiles(queries, [&](auto size, const Query* tile) {
+      in_tiles<kTile>(queries.data(), queries.data() + queries.size(), [&](auto size, const Query* tile) {
         score<size>(tile, keys.data(), seen.dim, scale, index * seen.block + j, count);
       });
     }
@@ -223,7 +211,7 @@ void attend_few(std::vector<Query>& queries, const Seen& seen, float scale) {
   for (Query& query : queries) {
     soften(query.scores, seen.places());
   }
-  in_tiles(queries, [&](auto size, const Query* tile) {
+  in_tiles<kTile>(queries.data(), queries.data() + queries.size(), [&](auto size, const Query* tile) {
     int64_t at = 0;
     for (; at + 2 * kLanes <= seen.dim; at += 2 * kLanes) {
       mix<size, 2>(tile, seen, at);
@@ -232,187 +220,6 @@ void attend_few(std::vector<Query>& queries, const Seen& seen, float scale) {
       mix<size, 1>(tile, seen, at);
     }
   });
-}
-
-// attend_many stores queries as [dim][kQueries], so that lanes are queries and keys need no transposition. It computes
-// every query's result by the same steps in the same order as attend_few, so both agree bit for bit.
-
-// Compute the scores of K keys; with a stride of 0, all keys share one row of the mask.
-template <int K>
-void score_many(
-    const float* queries,
-    const float* key,
-    const Seen& seen,
-    float scale,
-    const float* mask,
-    int64_t stride,
-    float* scores) {
-  for (int64_t pair = 0; pair < kQueries; pair += kPair) {
-    Vec even[K][2], odd[K][2];
-    for (int k = 0; k < K; ++k) {
-      even[k][0] = even[k][1] = odd[k][0] = odd[k][1] = Vec(0.0f);
-    }
-    for (int64_t d = 0; d < seen.dim; d += 2) {
-      const float* first = queries + d * kQueries + pair;
-      const float* second = first + kQueries;
-      for (int k = 0; k < K; ++k) {
-        const Vec one(key[k * seen.stride + d]), other(key[k * seen.stride + d + 1]);
-        for (int half = 0; half < 2; ++half) {
-          even[k][half] = at::vec::fmadd(Vec::loadu(first + half * kLanes), one, even[k][half]);
-          odd[k][half] = at::vec::fmadd(Vec::loadu(second + half * kLanes), other, odd[k][half]);
-        }
-      }
-    }
-    for (int k = 0; k < K; ++k) {
-      for (int half = 0; half < 2; ++half) {
-        const int64_t lane = pair + half * kLanes;
-        const Vec sum = even[k][half] + odd[k][half];
-        at::vec::fmadd(sum, Vec(scale), Vec::loadu(mask + k * stride + lane)).store(scores + k * kQueries + lane);
-      }
-    }
-  }
-}
-
-// Softmax state of one register's queries: the highest score, and the sum of weights so far.
-struct Softening {
-  Vec top{kUnseen}, total{0.0f};
-
-  // NaN for queries with NaN or infinite scores, to propagate them, else zero.
-  Vec poison() const {
-    return Vec::blendv(Vec(std::numeric_limits<float>::quiet_NaN()), Vec(0.0f), top < Vec(-kUnseen));
-  }
-};
-
-void soften_many(Softening* pair, const float* scores, int64_t places, float* weights) {
-  const Vec poison[2] = {pair[0].poison(), pair[1].poison()};
-  Softening both[2] = {pair[0], pair[1]};
-  for (int64_t i = 0; i < places; ++i, scores += kQueries, weights += kQueries) {
-    Vec halves[2] = {Vec::loadu(scores) - both[0].top, Vec::loadu(scores + kLanes) - both[1].top};
-    weigh(halves);
-    for (int half = 0; half < 2; ++half) {
-      const Vec weight = halves[half] + poison[half];
-      both[half].total = both[half].total + weight;
-      weight.store(weights + half * kLanes);
-    }
-  }
-  pair[0] = both[0];
-  pair[1] = both[1];
-}
-
-// Add the weighted values of blocks `first` to `last` to kDims output dimensions of two registers' queries.
-void mix_many(const float* weights, const Seen& seen, int64_t first, int64_t last, int64_t at, float* output) {
-  Vec sums[kDims][2];
-  for (int d = 0; d < kDims; ++d) {
-    sums[d][0] = Vec::loadu(output + d * kQueries);
-    sums[d][1] = Vec::loadu(output + d * kQueries + kLanes);
-  }
-  for (int64_t index = first; index < last; ++index) {
-    const float* value = seen.value(index) + at;
-    for (int64_t j = 0; j < seen.block; ++j, value += seen.stride, weights += kQueries) {
-      const Vec one = Vec::loadu(weights), other = Vec::loadu(weights + kLanes);
-      for (int d = 0; d < kDims; ++d) {
-        const Vec part(value[d]);
-        sums[d][0] = at::vec::fmadd(one, part, sums[d][0]);
-        sums[d][1] = at::vec::fmadd(other, part, sums[d][1]);
-      }
-    }
-  }
-  for (int d = 0; d < kDims; ++d) {
-    sums[d][0].store(output + d * kQueries);
-    sums[d][1].store(output + d * kQueries + kLanes);
-  }
-}
-
-// Whether the masks of all queries are zero at `count` places from `place` on.
-bool sees_all(const std::vector<Query>& queries, int64_t place, int64_t count) {
-  Vec any(0.0f);
-  const float* last = nullptr;
-  for (const Query& query : queries) {
-    if (query.mask == last) {
-      // All heads of a token share its mask.
-      continue;
-    }
-    last = query.mask;
-    for (int64_t i = 0; i < count; i += kLanes) {
-      any = any | Vec::loadu(last + place + i, std::min(kLanes, count - i));
-    }
-  }
-  float lanes[kLanes];
-  any.store(lanes);
-  return std::all_of(lanes, lanes + kLanes, [](float mask) { return mask == 0.0f; });
-}
-
-void attend_many(const std::vector<Query>& queries, const Seen& seen, float scale) {
-  static thread_local std::vector<Vec> buffers[5];
-  alignas(Vec) const float open[kQueries] = {};
-  const int64_t count = queries.size(), num_blocks = std::max<int64_t>(1, kPlaces / seen.block);
-  float* inputs = reserve(buffers[0], seen.dim * kQueries);
-  float* masks = reserve(buffers[1], seen.block * kQueries);
-  float* scores = reserve(buffers[2], seen.places() * kQueries);
-  float* weights = reserve(buffers[3], num_blocks * seen.block * kQueries);
-  float* outputs = reserve(buffers[4], seen.dim * kQueries);
-  // Lanes without a query are zero and unused.
-  std::fill_n(inputs, seen.dim * kQueries, 0.0f);
-  std::fill_n(masks, seen.block * kQueries, 0.0f);
-  std::fill_n(outputs, seen.dim * kQueries, 0.0f);
-  for (int64_t n = 0; n < count; ++n) {
-    for (int64_t d = 0; d < seen.dim; ++d) {
-      inputs[d * kQueries + n] = queries[n].query[d];
-    }
-  }
-  const auto score_block = [&](int64_t index, const float* mask, int64_t stride) {
-    const float* key = seen.key(index);
-    float* output = scores + index * seen.block * kQueries;
-    int64_t j = 0;
-    for (; j + kKeys <= seen.block; j += kKeys) {
-      score_many<kKeys>(inputs, key + j * seen.stride, seen, scale, mask + j * stride, stride, output + j * kQueries);
-    }
-    for (; j < seen.block; ++j) {
-      score_many<1>(inputs, key + j * seen.stride, seen, scale, mask + j * stride, stride, output + j * kQueries);
-    }
-  };
-  Softening softenings[kQueries / kLanes];
-  for (int64_t index = 0; index < seen.num_blocks; ++index) {
-    if (sees_all(queries, index * seen.block, seen.block)) {
-      score_block(index, open, 0);
-    } else {
-      for (int64_t n = 0; n < count; ++n) {
-        for (int64_t j = 0; j < seen.block; ++j) {
-          masks[j * kQueries + n] = queries[n].mask[index * seen.block + j];
-        }
-      }
-      score_block(index, masks, kQueries);
-    }
-    const float* block_scores = scores + index * seen.block * kQueries;
-    for (int64_t lane = 0; lane < kQueries; lane += kLanes) {
-      Vec& top = softenings[lane / kLanes].top;
-      for (int64_t j = 0; j < seen.block; ++j) {
-        top = at::vec::maximum(top, Vec::loadu(block_scores + j * kQueries + lane));
-      }
-    }
-  }
-  for (int64_t first = 0; first < seen.num_blocks; first += num_blocks) {
-    const int64_t last = std::min(first + num_blocks, seen.num_blocks);
-    for (int64_t pair = 0; pair < kQueries; pair += kPair) {
-      const float* chunk = scores + first * seen.block * kQueries + pair;
-      soften_many(&softenings[pair / kLanes], chunk, (last - first) * seen.block, weights + pair);
-      for (int64_t at = 0; at < seen.dim; at += kDims) {
-        mix_many(weights + pair, seen, first, last, at, outputs + at * kQueries + pair);
-      }
-    }
-  }
-  for (int64_t lane = 0; lane < kQueries; lane += kLanes) {
-    const Vec total = at::vec::maximum(softenings[lane / kLanes].total, Vec(1.0f));
-    for (int64_t d = 0; d < seen.dim; ++d) {
-      float* output = outputs + d * kQueries + lane;
-      (Vec::loadu(output) / total).store(output);
-    }
-  }
-  for (int64_t n = 0; n < count; ++n) {
-    for (int64_t d = 0; d < seen.dim; ++d) {
-      queries[n].output[d] = outputs[d * kQueries + n];
-    }
-  }
 }
 
 struct Tensors {
@@ -450,11 +257,7 @@ void attend_some(const Tensors& tensors, const Sizes& sizes, float scale, int64_
       sizes.kv_heads * sizes.dim,
       sizes.dim,
   };
-  if (int64_t(queries.size()) < kMany) {
-    attend_few(queries, seen, scale);
-  } else {
-    attend_many(queries, seen, scale);
-  }
+  attend(queries, seen, scale);
 }
 
 void attend_all(const Tensors& tensors, const Sizes& sizes, float scale) {

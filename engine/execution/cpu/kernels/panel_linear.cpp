@@ -36,8 +36,7 @@ constexpr int64_t kTile = 6;
 #endif
 // Inputs per step, so that their weights stay in the L2 cache for all tiles.
 constexpr int64_t kDepth = 512;
-// With at least kMany rows, weights are converted to float once for all tiles, kWideDepth inputs at a time.
-constexpr int64_t kMany = 3 * kTile + 1;
+// Integers are converted to float once for all tiles, this many inputs at a time.
 constexpr int64_t kWideDepth = 64;
 // Prefetch distance in bytes.
 constexpr int64_t kAhead = 4096;
@@ -145,33 +144,10 @@ void add_all(const Rows& rows, int64_t count, const T* panel, int64_t depth, boo
   }
 }
 
-// Convert weights to float, kWideDepth inputs at a time, and multiply them by all rows.
-template <typename Panel>
-void multiply_wide(Rows rows, int64_t count, const Panel& panel, int64_t depth) {
-  alignas(kLine) float wide[kWideDepth * kPanel];
-  for (int64_t first = 0; first < depth; first += kWideDepth, rows.inputs += kWideDepth) {
-    const int64_t last = std::min(first + kWideDepth, depth);
-    panel.widen(first, last, wide);
-    add_all(rows, count, static_cast<const float*>(wide), last - first, first == 0, false);
-  }
-}
-
 // A panel of 16-bit floats.
 template <typename T>
 struct Floats {
   const T* weights;
-
-  void widen(int64_t first, int64_t last, float* wide) const {
-    for (int64_t i = first * kPanel; i < last * kPanel; i += kPanel, wide += kPanel) {
-      fetch(weights + i);
-      for (int64_t pair = 0; pair < kPanel / (2 * kLanes); ++pair) {
-        Vec parts[2];
-        load(weights + i, place(pair), parts);
-        parts[0].store(wide + place(pair));
-        parts[1].store(wide + place(pair) + kApart);
-      }
-    }
-  }
 };
 
 // A panel of 8-bit integers, or of bytes with two 4-bit integers: the lower half of byte i is output i, the upper half
@@ -234,9 +210,6 @@ struct Integers {
 
 template <typename T>
 void multiply_panel(Rows rows, int64_t count, const Floats<T>& panel, int64_t depth) {
-  if (count >= kMany) {
-    return multiply_wide(rows, count, panel, depth);
-  }
   for (int64_t first = 0; first < depth; first += kDepth, rows.inputs += kDepth) {
     const int64_t num_inputs = std::min(kDepth, depth - first);
     add_all(rows, count, panel.weights + first * kPanel, num_inputs, first == 0, true);
@@ -244,8 +217,13 @@ void multiply_panel(Rows rows, int64_t count, const Floats<T>& panel, int64_t de
 }
 
 template <typename T>
-void multiply_panel(const Rows& rows, int64_t count, const Integers<T>& panel, int64_t depth) {
-  multiply_wide(rows, count, panel, depth);
+void multiply_panel(Rows rows, int64_t count, const Integers<T>& panel, int64_t depth) {
+  alignas(kLine) float wide[kWideDepth * kPanel];
+  for (int64_t first = 0; first < depth; first += kWideDepth, rows.inputs += kWideDepth) {
+    const int64_t last = std::min(first + kWideDepth, depth);
+    panel.widen(first, last, wide);
+    add_all(rows, count, static_cast<const float*>(wide), last - first, first == 0, false);
+  }
 }
 
 // Compute the outputs of all rows and panels, in parallel; `panel_at(i)` is panel i.
@@ -282,17 +260,7 @@ at::Tensor multiply_integers(const at::Tensor& rows, const at::Tensor& panels, c
 }
 
 at::Tensor panel_linear(const at::Tensor& rows, const at::Tensor& panels, const at::Tensor& scales) {
-  const at::ScalarType type = panels.scalar_type();
-  bool fits = rows.dim() == 2 && panels.dim() == 3 && panels.size(1) == rows.size(1) && panels.size(1) > 0 &&
-      panels.size(2) == (type == at::kByte ? kPanel / 2 : kPanel) && panels.is_contiguous();
-  if (type == at::kByte || type == at::kChar) {
-    fits = fits && scales.dim() == 3 && scales.size(0) == panels.size(0) && scales.size(1) > 0 &&
-        panels.size(1) % scales.size(1) == 0 && (scales.size(2) == kPanel || scales.size(2) == 2 * kPanel) &&
-        scales.is_contiguous();
-  }
-  TORCH_CHECK(
-      fits, "rows ", rows.sizes(), " do not go with panels ", panels.sizes(), " and scales ", scales.sizes());
-  switch (type) {
+  switch (panels.scalar_type()) {
     case at::kBFloat16: return multiply_floats<at::BFloat16>(rows, panels);
     case at::kHalf: return multiply_floats<at::Half>(rows, panels);
     case at::kChar: return multiply_integers<int8_t>(rows, panels, scales);

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.execution.attention import Group
 from engine.execution.cuda.kernels.product import widened
+from engine.execution.kv_tensors import as_bytes
 from engine.models.layers.layer_attention import AttentionParams
 
 CHUNK = 256
@@ -60,7 +61,7 @@ def attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, output: Te
     num_tiles = triton.cdiv(group.length, constants["TILE_TOKENS"])
     grid = (group.rows * num_tiles, kv_heads, num_parts if is_split else 1)
     _attend_kernel[grid](
-        query, _stored(keys), _stored(values), output, partials, stats,
+        query, as_bytes(keys), as_bytes(values), output, partials, stats,
         group.blocks, limits, group.positions, extra, sinks,
         scale, cap, group.length, num_parts,
         query.stride(0), query.stride(1), *group.blocks.stride(),
@@ -101,23 +102,6 @@ def attention_constants(
 def num_warps(constants: dict[str, int]) -> int:
     """Return the warps of a program that attends; with fewer, its sums do not fit into registers."""
     return 8 if constants["ROWS"] * constants["VALUE_PAD"] >= 4096 else 4
-
-
-def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write keys and values [kv_heads, tokens, key_dim or value_dim] to their slots [tokens] of one layer's cache."""
-    kv_heads, tokens, key_dim = key.shape
-    value_dim = value.shape[-1]
-    _write_kernel[(tokens,)](
-        key, value, _stored(keys), _stored(values), slots,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        KV_HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads),
-        KEY_DIM=key_dim, KEY_PAD=triton.next_power_of_2(key_dim),
-        VALUE_DIM=value_dim, VALUE_PAD=triton.next_power_of_2(value_dim), IS_FP8=keys.dtype == torch.float8_e4m3fn,
-    )  # fmt: skip
-
-
-def _stored(cache: Tensor) -> Tensor:
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 @triton.jit
@@ -290,37 +274,3 @@ def _merge_kernel(
         sums *= kept
     place = (token * HEADS + head).to(tl.int64) * VALUE_DIM + column
     tl.store(output + place, (sums / total).to(output.dtype.element_ty), is_column)
-
-
-@triton.jit
-def _narrowed(numbers):
-    """Return the bits of the nearest float8_e4m3fn; larger numbers become the largest."""
-    exact = numbers.to(tl.float32)
-    size = tl.minimum(tl.abs(exact), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # exponents are lower by 120
-    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # steps of 2^-9, as beside 2^14
-    sign = (exact.to(tl.int32, bitcast=True) >> 24) & 128
-    return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8)
-
-
-@triton.jit
-def _write_kernel(
-    key, value, keys, values, slots, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
-    KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
-    KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    IS_FP8: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0)
-    head = tl.arange(0, HEADS_PAD)[:, None]
-    entry = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
-    column = tl.arange(0, KEY_PAD)[None, :]
-    is_entry = (head < KV_HEADS) & (column < KEY_DIM)
-    new_key = tl.load(key + head * key_head_stride + token * key_token_stride + column, is_entry)
-    new_key = _narrowed(new_key) if IS_FP8 else new_key
-    tl.store(keys + entry * KEY_DIM + column, new_key, is_entry)
-    column = tl.arange(0, VALUE_PAD)[None, :]
-    is_entry = (head < KV_HEADS) & (column < VALUE_DIM)
-    new_value = tl.load(value + head * value_head_stride + token * value_token_stride + column, is_entry)
-    new_value = _narrowed(new_value) if IS_FP8 else new_value
-    tl.store(values + entry * VALUE_DIM + column, new_value, is_entry)

@@ -1,10 +1,9 @@
-"""The command `twin`: measures parts in virtual time, prints their tables and draws their pictures."""
+"""The command `twin`: measures parts in virtual time, and prints their tables."""
 
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -17,15 +16,8 @@ from tests.bench import paced_device
 from tests.bench.compare import write
 from tests.bench.paced.group import Models
 from tests.bench.paced.light_pair import make_light_pair
-from tests.bench.paced.virtual.measures import Bench, Lead, hidden, lead, pools, time_arm
-from tests.bench.paced.virtual.report import (
-    draw_calibration,
-    draw_hidden,
-    draw_pools,
-    show_hidden,
-    show_leads,
-    show_pools,
-)
+from tests.bench.paced.virtual.measures import Bench, Lead, hidden, lead, pools
+from tests.bench.paced.virtual.report import show_hidden, show_leads, show_pools
 from tests.bench.workload import read_prompts
 
 T = TypeVar("T")
@@ -37,7 +29,7 @@ MIXED_K = 8
 """The longest draft of the mixed load."""
 
 
-def twin(options: Namespace, console: Console, plots: Path) -> list[str]:
+def twin(options: Namespace, console: Console) -> list[str]:
     """Measure the chosen parts."""
     torch.set_num_threads(1)  # the passes are small
     logging.getLogger(paced_device.__name__).setLevel(logging.ERROR)  # each backend says that it is paced
@@ -52,20 +44,19 @@ def twin(options: Namespace, console: Console, plots: Path) -> list[str]:
         )
         found = []
         for part in options.parts:
-            found += PARTS[part](options, bench, console, plots)
+            found += PARTS[part](options, bench, console)
     if options.json is not None:
         write(found, options.json)
     return []
 
 
-def _hidden(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+def _hidden(options: Namespace, bench: Bench, console: Console) -> list[object]:
     found = list(_said(hidden(bench, options.pairs, options.rows, options.temperature, options.arms), console))
     show_hidden(found, console)
-    draw_hidden(found, plots / "hidden.png")
     return [*found]
 
 
-def _adaptive(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+def _adaptive(options: Namespace, bench: Bench, console: Console) -> list[object]:
     leads: list[Lead] = []
     for pair in options.pairs:
         for rows in options.rows:
@@ -75,7 +66,7 @@ def _adaptive(options: Namespace, bench: Bench, console: Console, plots: Path) -
     return [*leads]
 
 
-def _mixed(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+def _mixed(options: Namespace, bench: Bench, console: Console) -> list[object]:
     """Half of the rows repeat what they read, half write freely: by the bundled pair, at T = 0 and 1."""
     paths = str(BUNDLED_TARGET), str(BUNDLED_DRAFT)
     prompts = read_prompts(paths[0])
@@ -95,21 +86,10 @@ def _mixed(options: Namespace, bench: Bench, console: Console, plots: Path) -> l
     return [*leads]
 
 
-def _calibration(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
-    """How many tokens the planner expects to be accepted of the bundled draft's, and how many are."""
-    paths = str(BUNDLED_TARGET), str(BUNDLED_DRAFT)
-    ours = replace(bench, models=Models.load(*paths), prompts=read_prompts(paths[0]), k=MIXED_K)
-    heats = (0.0, 0.7, 1.0)
-    timed = list(_said((time_arm(ours, options.pairs[0], "adaptive", 16, [heat])[0] for heat in heats), console))
-    draw_calibration(timed, plots / "calibration.png")
-    return [*timed]
-
-
-def _pool(options: Namespace, bench: Bench, console: Console, plots: Path) -> list[object]:
+def _pool(options: Namespace, bench: Bench, console: Console) -> list[object]:
     places = pools(bench, options.pairs[0], options.rows[0], options.temperature, options.groups, options.pool_arm)
     found = list(_said(places, console))
     show_pools(found, console)
-    draw_pools(found, plots / "pool.png")
     return [timed for places in found for timed in places]
 
 
@@ -120,10 +100,9 @@ def _said(found: Iterable[T], console: Console) -> Iterator[T]:
         yield one
 
 
-PARTS: Mapping[str, Callable[[Namespace, Bench, Console, Path], list[object]]] = {
+PARTS: Mapping[str, Callable[[Namespace, Bench, Console], list[object]]] = {
     "hidden": _hidden,
     "adaptive": _adaptive,
     "mixed": _mixed,
-    "calibration": _calibration,
     "pool": _pool,
 }

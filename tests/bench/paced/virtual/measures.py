@@ -8,10 +8,8 @@ from statistics import mean, stdev
 
 from scipy.stats import t as student
 
-from engine.drafting.registry import acceptance_of
 from tests.bench.paced.group import Arm, Finish, Models, Stretch, decode
 from tests.bench.paced.roofline import Pair
-from tests.bench.paced.virtual.reliability import Reliability, WatchedSurvival
 from tests.bench.paced.virtual.twin import Place, Twin
 from tests.bench.paced.virtual.wire import Costs
 
@@ -51,7 +49,6 @@ class Timed:
         hit_rate: proposals whose drafts were prepared; None where nobody runs ahead.
         target_busy, draft_busy: the shares of time in which the GPUs of targets, and those of drafts, compute.
         wanted_lengths: rounds by the draft length that was planned.
-        reliability: of what the first group's planner expects of drafts.
     """
 
     pair: str
@@ -69,7 +66,6 @@ class Timed:
     target_busy: float
     draft_busy: float
     wanted_lengths: dict[int, int]
-    reliability: Reliability
 
     @property
     def per_gpu(self) -> float:
@@ -114,8 +110,6 @@ def time_arm(
 
     finish = Finish(num_groups)
     with Twin(bench.models, Pair.of(pair), arm, config, bench.costs, place=place, num_groups=num_groups) as twin:
-        planner, survival = twin.groups[0].engine.planner, WatchedSurvival(acceptance_of(config))
-        planner.survival = survival
         stretches = twin.run(all_groups())
         now = twin.loop.time()
     stats = [group.remote_drafter.run_ahead for group in twin.groups]
@@ -143,7 +137,6 @@ def time_arm(
         target_busy=mean(group.gpus.busy_s / now for group in twin.groups),
         draft_busy=mean(gpu.busy_s / now for gpu in twin.draft_gpus) if twin.draft_gpus else 0.0,
         wanted_lengths=dict(sorted(lengths.items())),
-        reliability=survival.reliability,
     )
     return timed, stretches
 

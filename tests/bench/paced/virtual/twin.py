@@ -6,23 +6,23 @@ the process that they run in.
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
 import cluster.remote_drafter
 import cluster.remote_verifier
-import cluster.workers.draft_pool
+import cluster.workers.draft_queue
 import cluster.workers.responder
+from cluster.protocol.messages import AnyReply, AnyRequest
 from cluster.remote_drafter import RemoteDrafter
-from cluster.workers.draft_pool import DraftPool
+from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig
-from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.engine import Engine
 from engine.execution.backend import Backend
-from tests.bench.paced.group import Arm, Models, answer_drafts, answer_verifications, make_engine
+from tests.bench.paced.group import Arm, Models, answer_verifications, make_engine, use
 from tests.bench.paced.roofline import PacedDevice, Pair, Work
 from tests.bench.paced.virtual.clock import Process, VirtualLoop, virtual_time
-from tests.bench.paced.virtual.wire import Costs, VirtualLink, VirtualWorker
+from tests.bench.paced.virtual.wire import Answer, Costs, VirtualLink, VirtualWorker
 from tests.bench.paced_device import Accelerator, PacedBackend
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ T = TypeVar("T")
 Place = Literal["own", "beside", "pool", "free"]
 """Where drafts are made: on a GPU of each group's own, on one of the target's GPUs, on a GPU of all groups; or in no
 time at all, which no system can do."""
-TIMED = cluster.remote_drafter, cluster.remote_verifier, cluster.workers.responder, cluster.workers.draft_pool
+TIMED = cluster.remote_drafter, cluster.remote_verifier, cluster.workers.responder, cluster.workers.draft_queue
 """The modules that read the time themselves."""
 
 
@@ -89,43 +89,28 @@ class Twin:
     async def _start(self) -> None:
         """Start all workers, and connect the Routers to them."""
         self._tasks = []
-        pool = self._start_pool() if self._place == "pool" else None
+        shared = self._start_drafts(self._add_gpu(), self._num_groups) if self._place == "pool" else None
         for number in range(1, self._num_groups + 1):
             router, target, gpus = Process(), Process(), Accelerator()
             verifier = self._models.verifier(self._config, _pace(self._pair.target, target, gpus))
             target_worker = VirtualWorker(target, self._costs)
             responder = answer_verifications(verifier, self._config)
-            self._serve(target_worker.serve(responder.answer, responder.work))
-            draft_worker = self._start_draft(gpus) if pool is None else pool
+            self._serve(target_worker.serve(_answering(responder), responder.work))
+            own_gpu = gpus if self._place == "beside" else None
+            draft_worker = shared or self._start_drafts(own_gpu or self._add_gpu(), 1)
             engine, drafter, verifier = make_engine(self._arm, self._config, self._models.target.info, self.loop.time)
             verifier.connect([VirtualLink(router, target_worker, self._costs)])
-            drafter.connect(VirtualLink(router, draft_worker, self._costs, 1 if pool is None else number))
+            use(drafter, VirtualLink(router, draft_worker, self._costs, number))
             self.groups.append(Group(engine, drafter, gpus))
 
-    def _start_draft(self, target_gpus: Accelerator) -> VirtualWorker:
+    def _start_drafts(self, gpu: Accelerator, num_groups: int) -> VirtualWorker:
         process = Process()
-        gpu = target_gpus if self._place == "beside" else self._add_gpu()
         pace = _pace(None if self._place == "free" else self._pair.draft, process, gpu)
-        drafter = self._models.drafter(self._config, pace, process.clock, run_ahead=self._arm.runs_ahead)
-        self.drafters.append(drafter)
-        worker, responder = VirtualWorker(process, self._costs), answer_drafts(drafter, self._config)
-        self._serve(worker.serve(responder.answer, responder.work))
-        return worker
-
-    def _start_pool(self) -> VirtualWorker:
-        process, config, count = Process(), self._config, self._num_groups
-        assert config.num_blocks is not None
-        backend = _pace(self._pair.draft, process, self._add_gpu())(self._models.draft)
-        draft = self._models.draft_model(backend, run_ahead=self._arm.runs_ahead)
-        settings = replace(config, max_num_seqs=count * config.max_num_seqs, num_blocks=count * config.num_blocks)
-        pool = DraftPool(draft, settings, clock=process.clock)
-        # A drafter that runs ahead is made by the method, which knows no clock but the machine's.
-        pool._make = lambda settings, draft: RunAheadDrafter(draft, settings, clock=process.clock)
-        for number in range(1, count + 1):
-            pool.join(number, 4 * config.max_num_seqs)
-        self.drafters.append(pool)
+        runs_ahead = self._arm.runs_ahead
+        queue = self._models.drafts(self._config, pace, process.clock, run_ahead=runs_ahead, num_groups=num_groups)
+        self.drafters.append(queue)
         worker = VirtualWorker(process, self._costs)
-        self._serve(worker.serve_pool(pool))
+        self._serve(worker.serve(lambda request, send: queue.submit(request.version, request, send), queue.step))
         return worker
 
     def _add_gpu(self) -> Accelerator:
@@ -147,6 +132,14 @@ def _pace(device: PacedDevice | None, process: Process, accelerator: Accelerator
         return paced
 
     return pace
+
+
+def _answering(responder: TargetResponder) -> Answer:
+    def answer(request: AnyRequest, send: Callable[[AnyReply], None]) -> None:
+        if (reply := responder.answer(request)) is not None:
+            send(reply)
+
+    return answer
 
 
 class _Instant:

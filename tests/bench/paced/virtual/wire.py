@@ -19,10 +19,10 @@ from cluster.protocol.messages import (
     encode,
 )
 from cluster.transport import DeadlineError, PeerGoneError
-from cluster.workers.draft_pool import DraftPool
 from tests.bench.paced.virtual.clock import Process
 
-Answer = Callable[[AnyRequest], AnyReply | None]
+Answer = Callable[[AnyRequest, Callable[[AnyReply], None]], None]
+"""Takes a request, and what sends its reply, now or later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +63,10 @@ class VirtualWorker:
         while True:
             if self._requests:
                 request, host_s, send = self._take()
-
-                def answered(request: AnyRequest = request, send: Callable[[AnyReply], None] = send) -> None:
-                    if (reply := answer(request)) is not None:
-                        send(reply)
-
-                await self._process.compute(answered, after_s=host_s)
+                await self._process.compute(answer, request, send, after_s=host_s)
                 is_working = True
             elif is_working:
                 is_working = await self._process.compute(work)
-            else:
-                await self._wait()
-
-    async def serve_pool(self, pool: DraftPool) -> None:
-        """Draft for several groups, whose links have the versions under which they joined; see `PoolWorker.serve`."""
-        is_working = False
-        while True:
-            while self._requests:
-                request, host_s, send = self._take()
-                await self._process.compute(pool.submit, request.version, request, send, after_s=host_s)
-                is_working = True
-            if is_working:
-                is_working = await self._process.compute(pool.step)
             else:
                 await self._wait()
 

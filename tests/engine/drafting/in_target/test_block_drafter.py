@@ -13,7 +13,6 @@ from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, run_in_process
 from engine.sampling.logits import Run, draw, shape
-from tests.engine.grammars import GRAMMARS
 from tests.engine.heads.test_dflash import (
     FULL,
     SLIDING,
@@ -27,7 +26,7 @@ from tests.engine.heads.test_dflash import (
 from tests.engine.heads.test_dflash import make_verifier as verifier_of
 from tests.engine.heads.tiny_heads import VOCAB, backend_with_head
 from tests.engine.running import SAMPLING, expected_tokens, make_engine, run
-from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, context_model, joint_law, varied_requests
+from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, context_model, joint_law
 from tests.fakes import MarkovModel
 
 GREEDY = SamplingParams(temperature=0)
@@ -89,20 +88,6 @@ def test_a_draft_is_no_longer_than_a_block_and_empty_without_a_context(target_pa
 
 
 # --- Text -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*HEADS, "nan"])
-def test_text_is_the_targets_own(target, target_path, name, make_grammars):
-    """A head of NaN leaves them in its own keys and values only."""
-    requests = varied_requests(8)
-    requests += [([5, 9], SamplingParams(grammar=GRAMMARS["json"], seed=i, max_tokens=20)) for i in range(4)]
-    backend = backend_with_head(target_path, block_config(**HEADS.get(name, {})))
-    if name == "nan":
-        backend.model.head.layers[0].input_layernorm.weight.fill_(float("nan"))
-    plain = run(make_engine(target, num_speculative_tokens=0, grammars=make_grammars()), requests)
-    engine = make_engine(backend, drafting="head", num_speculative_tokens=6, block_size=4, grammars=make_grammars())
-    assert run(engine, requests) == plain
-    assert engine.stats.num_accepted_tokens > 0 or name == "nan"
 
 
 class PlaceModel(MarkovModel):

@@ -14,7 +14,7 @@ from engine.protocols import NO_DRAFT, Draft, Request, VerifyRow, chain, run_in_
 from engine.verification.verifier import ModelVerifier
 from tests.engine.conftest import save_llama
 from tests.engine.running import SAMPLING, expected_tokens, make_engine, run
-from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, joint_law, varied_requests
+from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, joint_law
 from tests.engine.tiny import backend_of
 from tests.fakes import SelfDraftingModel
 
@@ -67,45 +67,6 @@ def test_texts_of_rows_that_the_pass_draws_and_rows_that_need_shaping_are_the_ta
     engine = make_engine(model, **SELF, num_speculative_tokens=5, block_size=4)
     assert run(engine, requests) == {str(i): expected_tokens(model, *request) for i, request in enumerate(requests)}
     assert engine.stats.num_draft_tokens > 0
-
-
-# --- Equality ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    path = save_llama(tmp_path_factory.mktemp("target"), seed=1, layers=4)
-    return backend_of(path)
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return varied_requests(18)
-
-
-@pytest.fixture(scope="module")
-def plain(target, requests):
-    return run(make_engine(target, num_speculative_tokens=0), requests)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"self_draft_layers": 1},
-        {"num_blocks": 12, "max_num_seqs": 8},
-        {"max_num_batched_tokens": 40},
-        {"enable_prefix_caching": False, "block_size": 4},
-        {"speculation": "adaptive"},
-    ],
-    ids=["one layer", "preempted", "chunked", "unshared small blocks", "adaptive"],
-)
-def test_text_is_the_targets_own(settings, target, requests, plain):
-    settings = {"drafting": "self", "self_draft_layers": 2, "num_speculative_tokens": 6} | settings
-    engine = make_engine(target, **settings)
-    assert run(engine, requests) == plain
-    assert engine.stats.num_accepted_tokens > 0
-    if "num_blocks" in settings:
-        assert engine.stats.num_preemptions > 0
 
 
 # --- Passes -----------------------------------------------------------------------------------------------------------
@@ -167,8 +128,9 @@ def test_without_a_deferred_draft_nothing_is_drafted():
     assert model.thinned.num_passes == 0
 
 
-def test_the_first_layers_keys_and_values_of_draft_tokens_are_those_that_the_target_computes(target):
+def test_the_first_layers_keys_and_values_of_draft_tokens_are_those_that_the_target_computes(tmp_path):
     """So the draft reads what it would read if it were a model of its own with a cache of its own."""
+    target = backend_of(save_llama(tmp_path, seed=1, layers=4))
     settings = {"drafting": "self", "self_draft_layers": 2}
     verifier = ModelVerifier(
         target, EngineConfig(num_blocks=80, block_size=4, **settings), None, METHODS["self"].make_in_target

@@ -135,11 +135,11 @@ def test_tokens_are_the_same_if_their_texts_are_and_ends_are_ends(tmp_path):
 def test_tokens_that_the_draft_lacks_are_read_as_the_last_piece_of_their_text(tmp_path):
     target = source(json_tokenizer(), tmp_path / "target", 64)
     draft = source(letter_tokenizer(), tmp_path / "draft", 5)
-    backend = translated(Foreign(UNLIKE), target, draft)
+    backend = translated(Foreign(UNLIKE), target, draft, shared_tokens(target, draft))
     ids = json_tokenizer().get_vocab()
     assert [int(backend._reads[ids[token]]) for token in ("a", "ab", "abc", "</s>")] == [0, 1, 2, 4]
     assert (backend.info.vocab_size, backend.info.eos_token_ids) == (64, [1])
-    assert translated(UNLIKE, target, target) is UNLIKE
+    assert translated(UNLIKE, target, target, None) is UNLIKE
 
 
 def test_an_encoder_decoder_needs_a_draft_with_its_tokenizer(tmp_path):

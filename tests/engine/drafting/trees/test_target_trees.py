@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafting.registry import METHODS, acceptance_of, choose_method
+from engine.drafting.registry import METHODS, acceptance_of
+from engine.drafting.settle import choose_method
 from engine.errors import ConfigError
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, VerifyRow, run_in_process

@@ -1,6 +1,5 @@
 """The command that compiles models ahead of serving."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +15,6 @@ from engine.models.loader import load_model
 from tests.engine.heads.tiny_heads import head_config, random_head
 
 ROOT = Path(__file__).parents[4]
-
-
-def test_a_model_that_does_not_exist_ends_it_with_one_line_although_its_input_goes_on(tmp_path):
-    path = str(tmp_path / "nowhere")
-    reading, writing = os.pipe()
-    command = [sys.executable, "-m", "engine.execution.cpu", path, "--until-input-ends"]
-    process = subprocess.run(command, cwd=ROOT, stdin=reading, capture_output=True, text=True, timeout=120)
-    os.close(reading)
-    os.close(writing)
-    assert process.returncode == 1
-    assert process.stderr.startswith(f"{path}: model directory {path} does not exist, ")
-    assert process.stderr.count("\n") == 1
-    assert process.stdout == ""
 
 
 def call(monkeypatch, *arguments):

@@ -23,10 +23,10 @@ def uncompiled(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Attention costs nothing, and means nothing; tokens are drawn without kernels, which threads cannot interpret."""
-    from engine.execution.cuda.kernels import draw_kernel, triton_attention
+    from engine.execution.cuda.kernels import cache_write, draw_kernel, triton_attention
 
     monkeypatch.setattr(triton_attention, "attend", lambda _g, query, _k, _v, output, _p: output.fill_(query.mean()))
-    monkeypatch.setattr(triton_attention, "write", lambda *_: None)
+    monkeypatch.setattr(cache_write, "write", lambda *_: None)
 
     def draw(logits, _temperatures, _keys, _is_drawn, first_id=0):
         return first_id + logits.argmax(-1), logits.amax(-1)

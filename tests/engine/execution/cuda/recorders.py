@@ -1,14 +1,12 @@
 """A recorder that needs no GPU, ranks in threads, and kernels that cost nothing."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from engine.config import EngineConfig, ModelConfig
 from engine.models.causal_lm import Shard
 from engine.models.layers.reducer import alone, is_alone
+from tests.engine.ranks import CountingReducer, gloo_reducers, on_ranks
 from tests.engine.tiny import model_of
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -44,52 +42,31 @@ class CallRecorder:
         self.computes.clear()
 
 
-class ThreadRank:
-    """One of the ranks that run in threads; it keeps the names and sizes of its collectives."""
+class NotingReducer(CountingReducer):
+    """Keeps the names and sizes of its collectives."""
 
-    def __init__(self, rank, values, barrier):
-        self.rank, self.world_size = rank, len(values)
-        self._values, self._barrier = values, barrier
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.calls = []
 
     def prepare(self, max_tokens, width):
-        self._share(("prepare", max_tokens, width), None)
+        self.calls.append(("prepare", max_tokens, width))
 
     def sum(self, partial):
-        return partial.clone() if is_alone() else sum(self._share(("sum", *partial.shape), partial.clone()))
-
-    def max(self, packed):
-        return packed if is_alone() else torch.stack(self._share(("max", *packed.shape), packed.clone())).amax(0)
-
-    def gather(self, part):
-        if is_alone():
-            return part.repeat(1, self.world_size)
-        return torch.cat(self._share(("gather", *part.shape), part.clone()), 1)
+        if not is_alone():
+            self.calls.append(("sum", *partial.shape))
+        return super().sum(partial)
 
     def agree(self, ok):
-        return all(self._share(("agree",), ok))
+        self.calls.append(("agree",))
+        return super().agree(ok)
 
     def close(self):
         self.calls.append(("close",))
 
-    def _share(self, call, value):
-        self.calls.append(call)
-        self._values[self.rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()
-        return values
-
 
 def ranks(count):
-    """The ranks of a world; one that waits for ten seconds fails."""
-    values, barrier = [None] * count, threading.Barrier(count, timeout=10)
-    return [ThreadRank(rank, values, barrier) for rank in range(count)]
-
-
-def on_all(parts, call):
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(call, parts))
+    return gloo_reducers(count, NotingReducer)
 
 
 def sharded(path, world, recorders, engine=ENGINE):
@@ -100,7 +77,7 @@ def sharded(path, world, recorders, engine=ENGINE):
         backend = CudaBackend(model, SETTINGS, engine, recorder=recorders[rank.rank])
         return backend, backend.allocate_kv(12, engine.block_size)
 
-    loaded = on_all(world, load)
+    loaded = on_ranks(load, world)
     for rank in world:
         rank.calls.clear()
     return loaded

@@ -21,6 +21,7 @@ from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+from tests.engine.ranks import on_ranks
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import SIZES, model_of, save
 from tests.fakes import InterruptedDrafter, TreeDrafter
@@ -30,11 +31,11 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from triton.runtime.errors import OutOfResources
 
 from engine.execution.cuda import cuda_backend
-from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
+from engine.execution.cuda.chain_pass import chain_shapes
 from engine.execution.cuda.cuda_backend import CudaBackend, GraphedKV, make_cuda_backend
 from engine.execution.cuda.graphs import MAX_TOKENS, Graphs, prompt_shapes, shapes
-from engine.execution.cuda.kernels import triton_attention
-from tests.engine.execution.cuda.recorders import ENGINE, SETTINGS, CallRecorder, on_all, ranks, sharded
+from engine.execution.cuda.kernels import cache_write, triton_attention
+from tests.engine.execution.cuda.recorders import ENGINE, SETTINGS, CallRecorder, ranks, sharded
 
 EVERY = [*prompt_shapes(shapes(ENGINE)), *shapes(ENGINE)]
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -69,21 +70,13 @@ def expected():
 @on_a_gpu
 @pytest.mark.parametrize("is_compiled", ["off", "auto"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_float32_texts_are_those_of_a_cpu(name, is_compiled, expected):
-    model = random_model("tiny", torch.device("cpu"), torch.float32)
+def test_texts_depend_on_neither_draft_nor_batch_and_in_float32_are_those_of_a_cpu(name, is_compiled, expected):
+    model, settings = random_model("tiny", torch.device("cpu"), torch.float32), ModelConfig("tiny", compile=is_compiled)
     model.module.to(DEVICE)
     model.device = DEVICE
-    backend = CudaBackend(model, ModelConfig("tiny", compile=is_compiled), EngineConfig())
+    backend = CudaBackend(model, settings, EngineConfig())
     assert texts(backend, DRAFTERS[name](backend)) == expected
-
-
-@pytest.mark.gpu
-@on_a_gpu
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_bfloat16_texts_depend_on_neither_draft_nor_batch(name):
-    backend = CudaBackend(
-        random_model("tiny", DEVICE, torch.bfloat16), ModelConfig("tiny", compile="auto"), EngineConfig()
-    )
+    backend = CudaBackend(random_model("tiny", DEVICE, torch.bfloat16), settings, EngineConfig())
     alone = texts(backend, None, max_num_seqs=1)
     assert texts(backend, DRAFTERS[name](backend)) == alone
     assert texts(backend, None, max_num_batched_tokens=24, enable_prefix_caching=False) == alone
@@ -120,51 +113,53 @@ def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do(
 def test_a_pass_without_a_graph_bounds_its_results_of_chunks_and_computes_two_tokens_at_least(monkeypatch):
     """A layer compiled for one token alone could round differently."""
     monkeypatch.setattr(cuda_backend, "MAX_TOKENS", 5)
-    seen, attend = [], triton_attention.attend
+    seen, computed, attend = [], [], triton_attention.attend
+    monkeypatch.setattr(cuda_backend, "forward", lambda *inputs: computed.append(len(inputs[3])) or forward(*inputs))
     monkeypatch.setattr(triton_attention, "attend", lambda group, *rest: seen.append(group) or attend(group, *rest))
     model = first_layers(random_model("tiny", torch.device("cpu"), torch.float32), 1)
     eager, backend = EagerBackend(model), make_cuda_backend(model, ModelConfig("tiny"), EngineConfig())
     kv, other_kv = backend.allocate_kv(8, 16), eager.allocate_kv(8, 16)
-    for rows, sizes in (
-        ([ForwardRow([3, 4], 0, [1], 1), ForwardRow([5, 6], 0, [2], 2), ForwardRow([7], 0, [3], 1)], [(2, 2), (1, 2)]),
-        ([ForwardRow([8], 2, [1], 1)], [(1, 2)]),
-    ):
+    for rows, sizes, num_logits in (
+        ([ForwardRow([3, 4], 0, [1], 1), ForwardRow([5, 6], 0, [2], 2), ForwardRow([7], 0, [3], 1)],
+         [(2, 2), (1, 2)], 4),
+        ([ForwardRow([8], 2, [1], 1)], [(1, 2)], 2),  # a head's last norm computes the logits' tokens only
+        ([ForwardRow([5, 6, 7, 8], 0, [2], 4, [-1, -1, 1])], [(1, 4)], 4),
+    ):  # fmt: skip
         seen.clear()
         torch.testing.assert_close(
             backend.logits(build(rows, kv)), eager.logits(build(rows, other_kv)), atol=1e-5, rtol=0
         )
         assert [(group.rows, group.length) for group in seen] == sizes
+        assert computed.pop() == num_logits
+    (tree,) = seen  # has no kernels of its own
+    assert {tensor.dtype for tensor in (tree.blocks, tree.positions, tree.limits, tree.extra)} == {torch.int32}
+    assert tree.extra.shape[-1] == 4
+    assert tree.extra[..., 2:].unique().tolist() == [-1]
 
 
-def test_all_shapes_are_recorded_before_the_first_round(
-    target_path, uncompiled, quick, preparation, monkeypatch, caplog
-):
-    caplog.set_level("INFO", cuda_backend.logger.name)
-    monkeypatch.setattr(Graphs, "record", lambda graphs, shape: seen.append((graphs, shape, *backend.compiling)))
-    seen, backend = [], CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
+def test_all_shapes_are_recorded_before_the_first_round(target_path, uncompiled, quick, preparation, monkeypatch):
+    """Those of the model and of its first layers, and the chains of all drafters: a pool's, one of which runs ahead."""
+    progress, record = [], Graphs.record
+    monkeypatch.setattr(Graphs, "record", lambda *call: progress.extend(backend.compiling) or record(*call))
+    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
     kv = backend.allocate_kv(8, ENGINE.block_size)
     thinned, seen_kv = backend.beside(partial(first_layers, count=1), kv)
+    for plan in ((2, 0), (2, 10), (2, 0)):
+        backend.plan_chains(*plan)
     backend.warm_up()
-    assert [entry[:2] for entry in seen] == [(one.graphs, shape) for one in (kv, seen_kv) for shape in EVERY]
-    assert [entry[2][:2] for entry in seen[: len(EVERY)]] == [(done, len(EVERY)) for done in range(len(EVERY))]
+    chains = {*chain_shapes(2, 2, 0), *chain_shapes(2, 2, 10)}
+    assert chains
+    assert {*kv.graphs._recorded} == {*EVERY, *chains}
+    assert {*seen_kv.graphs._recorded} == {*EVERY}
+    assert [entry[:2] for entry in progress[: len(kv.graphs._recorded)]] == [
+        (done, len(kv.graphs._recorded)) for done in range(len(kv.graphs._recorded))
+    ]
     assert (backend.compiling, thinned.compiling) == ([], [])
-    lines = [" ".join(record.getMessage().split(" ")[1:3]) for record in caplog.records]
-    assert lines == 2 * ["compiling layers", "layers compiled", f"recording {len(EVERY)}", "graphs recorded"]
     assert backend.beside(partial(first_layers, count=1), kv)[1].graphs is None, "those of the whole model"
     backend.close()
     assert (kv.graphs, seen_kv.graphs) == (None, None)
     preparation.observe("compiled")
     assert preparation.counts["compiled"] == 1, "rounds may come now"
-
-
-def test_the_chains_of_all_drafters_are_recorded(target_path, uncompiled, quick, preparation):
-    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
-    kv = backend.allocate_kv(8, ENGINE.block_size)
-    for plan in ((2, 0), (2, 10), (2, 0)):  # those of a pool, one of which runs ahead
-        backend.plan_chains(*plan)
-    backend.warm_up()
-    chains = {shape for shape in kv.graphs._recorded if isinstance(shape, ChainShape)}
-    assert chains == {*chain_shapes(2, 2, 0), *chain_shapes(2, 2, 10)} != set()
 
 
 def test_a_warmed_up_backend_computes_with_graphs_what_an_eager_one_does(target_path, uncompiled, monkeypatch):
@@ -184,19 +179,6 @@ def test_a_warmed_up_backend_computes_with_graphs_what_an_eager_one_does(target_
         assert recorder.num_replays == num_replays
 
 
-@pytest.mark.parametrize("num_logits", [0, 1, 2])
-def test_no_pass_without_a_graph_has_logits_of_one_token_alone(num_logits, target_path, monkeypatch):
-    """A head's last norm computes these only, and would be compiled for one token in the round that has it first."""
-    computed, rows = [], [ForwardRow([3, 4], 0, [1], num_logits)]
-    model = first_layers(model_of(target_path), 1)
-    backend, eager = CudaBackend(model, SETTINGS, ENGINE), EagerBackend(model)
-    kv, other_kv = backend.allocate_kv(4, 16), eager.allocate_kv(4, 16)
-    monkeypatch.setattr(cuda_backend, "forward", lambda *inputs: computed.append(len(inputs[3])) or forward(*inputs))
-    logits = backend.logits(build(rows, kv))
-    assert computed == [0 if num_logits == 0 else 2]
-    torch.testing.assert_close(logits, eager.logits(build(rows, other_kv)), atol=1e-4, rtol=0)
-
-
 def test_every_kind_of_pass_is_warmed_up(monkeypatch):
     """Kernels differ by powers of two of tokens, by long prompts, by many rows, and by nodes of trees."""
     engine = EngineConfig(max_num_batched_tokens=2000)
@@ -211,42 +193,38 @@ def test_every_kind_of_pass_is_warmed_up(monkeypatch):
     assert {(8, 4), (16, 8), (32, 16)} <= extras
 
 
-def test_trees_without_a_graph_have_no_kernels_of_their_own(target_path):
-    rows, kv = [ForwardRow([5, 6, 7, 8], 0, [2], 4, [-1, -1, 1])], GraphedKV(KVShape(1, 1, 1, 1), 3, 16, torch.empty(0))
-    (group,) = build(rows, kv).paged.groups
-    (moved,) = cuda_backend._parts_on(group, torch.device("cpu"))
-    assert {tensor.dtype for tensor in (moved.blocks, moved.positions, moved.limits, moved.extra)} == {torch.int32}
-    assert torch.equal(moved.extra[..., :2], group.extra)
-    assert moved.extra[..., 2:].unique().tolist() == [-1]
-    assert moved.extra.shape[-1] == 4
-
-
 @pytest.fixture(scope="module")
 def four_heads(tmp_path_factory):
     sizes = SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 1}
     return save(LlamaConfig(**sizes), tmp_path_factory.mktemp("ranks"), factor=3.0)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_if_one_rank_cannot_compile_all_run_eagerly_and_say_so(
     count, four_heads, uncompiled, quick, preparation, monkeypatch, caplog
 ):
-    world, names = ranks(count), []
+    world, names, lengths = ranks(count), [], []
     backends = sharded(four_heads, world, [CallRecorder() for _ in world])
 
     def fail(module):
         if module is backends[-1][0].model.module:
             raise torch.OutOfMemoryError("no memory is left")
 
+    def attend(group, _query, _keys, _values, output, _params):
+        lengths.append(group.length)
+        output.fill_(0.0)
+
     monkeypatch.setattr(cuda_backend, "compile_layers", fail)
     monkeypatch.setattr(cuda_backend, "uncompile_layers", names.append)
-    on_all(backends, lambda one: one[0].warm_up())
+    monkeypatch.setattr(triton_attention, "attend", attend)
+    on_ranks(lambda one: one[0].warm_up(), backends)
     assert [kv.graphs for _, kv in backends] == [None] * count
     assert [rank.calls for rank in world] == [[("prepare", MAX_TOKENS, 32), ("agree",)]] * count
     assert set(names) == {backend.model.module for backend, _ in backends}
     assert preparation.counts["eager"] == count
     assert caplog.text.count("texts may differ") == count
     assert caplog.text.count("another rank cannot") == count - 1
+    assert {1, 2, 32, 33, 40} <= {*lengths}, "every kernel was tried"
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -254,13 +232,19 @@ def test_ranks_make_the_same_collectives_in_the_same_order(count, four_heads, un
     """Though one lacks memory for a graph; where a pass has none, all sum as many rows as it has tokens."""
     world = ranks(count)
     backends = sharded(four_heads, world, [CallRecorder({2} if rank.rank == 1 else ()) for rank in world])
-    on_all(backends, lambda one: one[0].warm_up())
-    assert world[0].calls == [("prepare", MAX_TOKENS, 32), *[("agree",)] * (1 + len(EVERY))]
+    first = on_ranks(lambda one: one[0].beside(partial(first_layers, count=1), one[1])[1], backends)
+    for rank in world:
+        rank.calls.clear()
+    on_ranks(lambda one: one[0].warm_up(), backends)
+    # A second preparation, for the first layers, would free the buffers whose addresses graphs have.
+    assert world[0].calls == [("prepare", MAX_TOKENS, 32), *[("agree",)] * 2 * (1 + len(EVERY))]
+    assert {*EVERY} - {*backends[0][1].graphs._recorded} == {EVERY[2]}, "all leave out what one could not record"
+    assert {*first[0].graphs._recorded} == {*EVERY}
     generator, batches = random.Random(count), [[ForwardRow([3] * 9, 0, [1], 1)] * 12]
     for _ in range(12):
         sizes = [(generator.choice([1, 2, 5, 9, 20]), generator.randint(0, 12)) for _ in range(generator.randint(1, 3))]
         batches.append([ForwardRow([3] * length, start, [1, 2], 1) for length, start in sizes])
-    on_all(backends, lambda one: [one[0].run(build(rows, one[1])) for rows in batches])
+    on_ranks(lambda one: [one[0].run(build(rows, one[1])) for rows in batches], backends)
     assert all(rank.calls == world[0].calls for rank in world)
     assert [call for call in world[0].calls if call[0] == "sum"][:2] == [("sum", 1, 108, 32)] * 2
     assert len({len(backend._recorder.computes) for backend, _ in backends}) == 1
@@ -270,21 +254,10 @@ def test_ranks_make_the_same_collectives_in_the_same_order(count, four_heads, un
     assert world[0].calls[-1] == ("close",)
 
 
-def test_sums_are_prepared_once_though_first_layers_are_warmed_up_too(four_heads, uncompiled, quick, preparation):
-    """A second time would free the buffers whose addresses the graphs of the whole model have."""
-    backends = sharded(four_heads, ranks(1), [CallRecorder()])
-    (backend, kv), world = backends[0], backends[0][0].reducer
-    thinned = backend.beside(partial(first_layers, count=1), kv)
-    backend.warm_up()
-    assert [call[0] for call in world.calls if call[0] != "agree"] == ["prepare"]
-    assert thinned[1].graphs is not None
-    assert sum(call[0] == "agree" for call in world.calls) == 2 * (1 + len(EVERY))
-
-
 @pytest.mark.parametrize("compile", ["auto", "off"])
-@pytest.mark.parametrize("fails", ["attend", "write"])
+@pytest.mark.parametrize(("module", "fails"), [(triton_attention, "attend"), (cache_write, "write")])
 def test_a_gpu_on_which_passes_fail_is_refused_before_the_first_request(
-    compile, fails, target_path, uncompiled, quick, preparation, monkeypatch
+    compile, module, fails, target_path, uncompiled, quick, preparation, monkeypatch
 ):
     """Though the model's first two tokens were computed, and layers that are not compiled may do."""
 
@@ -294,51 +267,20 @@ def test_a_gpu_on_which_passes_fail_is_refused_before_the_first_request(
 
     backend = CudaBackend(model_of(target_path), ModelConfig("tiny", compile=compile), ENGINE, recorder=CallRecorder())
     backend.allocate_kv(8, ENGINE.block_size)
-    monkeypatch.setattr(triton_attention, fails, fail)
-    with pytest.raises(
-        ModelError, match=r"cannot be served on cpu, where a pass fails: out of resource: shared memory, R"
-    ):
+    monkeypatch.setattr(module, fails, fail)
+    with pytest.raises(ModelError, match="cannot be served on cpu, where a pass fails: out of resource: shared memory"):
         backend.warm_up()
 
 
-def test_layers_that_cannot_be_compiled_are_served_uncompiled_and_say_so(
-    target_path, quick, preparation, monkeypatch, caplog
-):
-    calls = []
-    monkeypatch.setattr(cuda_backend, "compile_layers", lambda _: (_ for _ in ()).throw(RuntimeError("no C compiler")))
-    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
-    kv = backend.allocate_kv(8, ENGINE.block_size)
-    monkeypatch.setattr(
-        triton_attention, "attend", lambda group, *rest: calls.append(group.length) or rest[3].fill_(0.0)
-    )
-    backend.warm_up()
-    assert (kv.graphs, preparation.counts["eager"]) == (None, 1)
-    assert "runs uncompiled; texts may differ from those of compiled passes: no C compiler" in caplog.text
-    assert {1, 2, 32, 33, 40} <= {*calls}, "every kernel was tried"
-
-
-def test_heads_that_no_kernel_holds_are_attended_to_by_torch(monkeypatch, caplog):
-    caplog.set_level("INFO", cuda_backend.logger.name)
-    monkeypatch.setattr(cuda_backend, "MAX_DIM", 8)
-    backend = make_cuda_backend(random_model("tiny", torch.device("cpu"), torch.float32), ModelConfig("tiny"), ENGINE)
-    assert type(backend) is EagerBackend
-    assert "its heads of 16 are too wide for the kernel that attends" in caplog.text
-
-
-def test_a_model_that_leaves_no_memory_to_compare_products_is_refused_by_name(monkeypatch):
+def test_a_model_that_no_kernel_holds_is_eager_and_one_that_memory_does_not_hold_is_refused(monkeypatch, caplog):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("no memory is left")
 
+    caplog.set_level("INFO", cuda_backend.logger.name)
+    model = random_model("tiny", torch.device("cpu"), torch.bfloat16)
     monkeypatch.setattr(cuda_backend, "make_invariant", fail)
     with pytest.raises(ModelError, match=r"tiny does not fit into the memory of cpu: no memory is left"):
-        make_cuda_backend(random_model("tiny", torch.device("cpu"), torch.bfloat16), ModelConfig("tiny"), ENGINE)
-
-
-@pytest.mark.parametrize("invariant", [True, False])
-def test_a_backend_says_whether_its_products_must_be_invariant(invariant, monkeypatch):
-    made = []
-    monkeypatch.setattr(cuda_backend, "make_invariant", lambda *arguments, **options: made.append(options))
-    make_cuda_backend(
-        random_model("tiny", torch.device("cpu"), torch.float32), ModelConfig("tiny"), ENGINE, invariant=invariant
-    )
-    assert made == [{"invariant": invariant}]
+        make_cuda_backend(model, ModelConfig("tiny"), ENGINE)
+    monkeypatch.setattr(cuda_backend, "MAX_DIM", 8)
+    assert type(make_cuda_backend(model, ModelConfig("tiny"), ENGINE)) is EagerBackend
+    assert "its heads of 16 are too wide for the kernel that attends" in caplog.text

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from engine.config import ModelConfig
-from engine.execution.cpu.compilation import background_compiler
 from engine.execution.cpu.compilation.background_compiler import BackgroundCompiler
 from engine.execution.cpu.compilation.packages import CACHE_VARIABLE
 from engine.models.registry import open_model
@@ -40,29 +39,29 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_its_process_compiles_the_same_model_with_one_thread(interpreter, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("model").mkdir()
-    interpreter(f'echo "$@" $OMP_NUM_THREADS $TMPDIR > {tmp_path}/arguments')
-    is_ready = threading.Event()
-    compile_in_background("model", is_ready.set, dtype="bfloat16", quantization="int4")
-    assert is_ready.wait(30)
-    *arguments, folder = (tmp_path / "arguments").read_text().split()
-    options = ["--dtype", "bfloat16", "--quantization", "int4", "--until-input-ends"]
-    assert arguments == ["-m", "engine.execution.cpu", f"{tmp_path}/model", *options, "1"]
-    assert not Path(folder).exists(), "what its compilers leave behind is removed"
-
-
-@pytest.mark.parametrize(("head", "expected"), [("head", "{}/head"), ("org/name", "org/name"), ("model", "{}/model")])
-def test_its_process_loads_the_same_head(head, expected, interpreter, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"quantization": "int4"}, "--quantization int4 --until-input-ends"),
+        ({"head": "head"}, "--quantization none --until-input-ends --head {}/head"),
+        ({"head": "org/name"}, "--quantization none --until-input-ends --head org/name"),
+        ({"head": "model"}, "--quantization none --until-input-ends --head {}/model"),
+    ],
+)
+def test_its_process_compiles_the_same_model_and_head_with_one_thread(
+    settings, options, interpreter, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     Path("head").mkdir()
-    interpreter(f'echo "$@" > {tmp_path}/arguments')
+    interpreter(f'echo "$@" $OMP_NUM_THREADS $TMPDIR > {tmp_path}/arguments')
     is_ready = threading.Event()
-    compile_in_background("model", is_ready.set, head=head)
+    compile_in_background("model", is_ready.set, dtype="bfloat16", **settings)
     assert is_ready.wait(30)
-    assert (tmp_path / "arguments").read_text().split()[-2:] == ["--head", expected.format(tmp_path)]
+    *arguments, num_threads, folder = (tmp_path / "arguments").read_text().split()
+    expected = f"-m engine.execution.cpu {tmp_path}/model --dtype bfloat16 {options.format(tmp_path)}"
+    assert (" ".join(arguments), num_threads) == (expected, "1")
+    assert not Path(folder).exists(), "what its compilers leave behind is removed"
 
 
 def test_what_was_compiled_meanwhile_needs_no_process(interpreter, tmp_path):
@@ -91,39 +90,27 @@ def test_decoding_comes_first_and_the_process_ends_no_sooner_than_this_one(inter
     assert compiler.progress is None
 
 
-@pytest.mark.parametrize("num_cores", [1, 2])
-def test_models_compile_at_once_where_there_are_several_cores(num_cores, interpreter, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("num_cores", "names"), [(1, "ab"), (2, "ab"), (2, "aa")])
+def test_models_compile_at_once_where_there_are_several_cores_and_each_says_how_far_it_is(
+    num_cores, names, interpreter, tmp_path, monkeypatch
+):
     monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
     interpreter("cat")
     is_ready = threading.Semaphore(0)
-    for name in ("target", "draft"):
+    for name in {*names}:
         (tmp_path / name).mkdir()
-    compilers = [compile_in_background(tmp_path / name, is_ready.release) for name in ("target", "draft")]
-    wait_for(lambda: sum(compiler._process is not None for compiler in compilers) == num_cores)
-    for compiler in sorted(compilers, key=lambda compiler: compiler._process is None):
-        wait_for(lambda one=compiler: one._process is not None)
-        compiler._process.stdin.close()
-        assert is_ready.acquire(timeout=30)
-
-
-def test_a_model_has_one_process_and_each_says_how_far_it_is(interpreter, tmp_path, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    monkeypatch.setattr(background_compiler, "_LOG_PERIOD_S", 0.05)
-    interpreter("cat")
     (tmp_path / "first.pt2").touch()
     parts = [tmp_path / "first.pt2", tmp_path / "second.pt2"]
-    both_ready = threading.Semaphore(0)
-    compilers = [compile_in_background(tmp_path, both_ready.release, parts=parts) for _ in range(2)]
-    wait_for(lambda: any(compiler._process for compiler in compilers))
-    [first], [second] = ([c for c in compilers if bool(c._process) == has] for has in (True, False))
-    assert second.progress == (1, 2, second._expected_s), "it has not begun"
-    wait_for(lambda: f"{tmp_path}: compiled passes: 1 of 2, about " in caplog.text)
-    assert first.progress[:2] == (1, 2)
-    first._process.stdin.close()
-    assert both_ready.acquire(timeout=30)
-    wait_for(lambda: second._process is not None)
-    second._process.stdin.close()
-    assert both_ready.acquire(timeout=30)
+    compilers = [compile_in_background(tmp_path / name, is_ready.release, parts=parts) for name in names]
+    num_at_once = min(num_cores, len({*names}))
+    wait_for(lambda: sum(compiler._process is not None for compiler in compilers) == num_at_once)
+    for compiler in sorted(compilers, key=lambda compiler: compiler._process is None):
+        if compiler._process is None:
+            assert compiler.progress == (1, 2, compiler._expected_s), "it has not begun"
+        wait_for(lambda one=compiler: one._process is not None)
+        assert compiler.progress[:2] == (1, 2)
+        compiler._process.stdin.close()
+        assert is_ready.acquire(timeout=30)
 
 
 @pytest.mark.parametrize(

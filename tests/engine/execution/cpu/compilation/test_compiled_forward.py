@@ -1,7 +1,6 @@
 """Compiled passes: the same logits and caches as the eager ones, whole and in pieces, traced and compiled."""
 
 import os
-import threading
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from engine.execution.cpu.compilation.compiled_forward import (
     CompiledForward,
     CompileError,
     TracedContext,
-    _removing_temporary_files,
     arguments,
     can_run,
     example,
@@ -144,7 +142,7 @@ def test_pieces_compute_what_the_whole_batch_does(window, tmp_path):
     assert_same_caches(kv, others)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_compiler
 def test_a_loaded_package_leaves_no_temporary_files(tmp_path, monkeypatch):
     """A worker that is killed cannot remove them."""
@@ -156,34 +154,7 @@ def test_a_loaded_package_leaves_no_temporary_files(tmp_path, monkeypatch):
     assert os.environ["TMPDIR"] == str(tmp_path)
 
 
-def test_packages_that_are_opened_at_once_leave_the_folder_of_temporary_files_as_it_was(tmp_path, monkeypatch):
-    """Opening one changes it for the whole process: with two at once, one would leave that of the other."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    is_open, may_close, folders = threading.Event(), threading.Event(), []
-
-    def open_first():
-        with _removing_temporary_files():
-            is_open.set()
-            assert may_close.wait(30)
-
-    def open_second():
-        with _removing_temporary_files():
-            folders.append(os.environ["TMPDIR"])
-
-    threads = [threading.Thread(target=target, daemon=True) for target in (open_first, open_second)]
-    threads[0].start()
-    assert is_open.wait(30)
-    threads[1].start()
-    threads[1].join(0.1)
-    assert not folders
-    may_close.set()
-    for thread in threads:
-        thread.join(30)
-    assert len(folders) == 1
-    assert os.environ["TMPDIR"] == str(tmp_path)
-
-
-@pytest.mark.slow
+@pytest.mark.long
 @needs_compiler
 def test_prompts_run_compiled_however_many_threads_there_are(mixed_path, monkeypatch):
     backend = backend_of(mixed_path)
@@ -198,7 +169,7 @@ def test_prompts_run_compiled_however_many_threads_there_are(mixed_path, monkeyp
         assert_same_caches(kv, others)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_compiler
 def test_other_weights_use_the_same_package_and_a_pass_of_other_weights_is_refused(mixed_path, save_mixed, tmp_path):
     backend = backend_of(mixed_path)

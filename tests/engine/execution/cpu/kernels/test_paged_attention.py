@@ -7,7 +7,6 @@ import torch
 
 from engine.execution.cpu.compilation import packages as compilation
 from engine.execution.cpu.kernels import library as kernels
-from engine.execution.cpu.kernels import paged_attention
 
 INF = float("inf")
 
@@ -56,19 +55,13 @@ def by_torch(tensors, scale):
 
 SHAPES = [
     {"rows": 1, "length": 1, "width": 1},
-    {"rows": 9, "length": 1, "width": 14},
     {"rows": 8, "length": 5, "width": 14},
     {"rows": 2, "length": 70, "width": 9},  # more queries than share a reading
-    {"rows": 3, "length": 2, "width": 4, "size": 3},
     {"rows": 3, "length": 3, "width": 4, "size": 24},
     {"rows": 2, "length": 3, "width": 5, "dim": 16},
-    {"rows": 2, "length": 3, "width": 5, "dim": 80},
     {"rows": 2, "length": 3, "width": 5, "dim": 128, "heads": 8, "kv_heads": 8},
     {"rows": 2, "length": 1, "width": 5, "heads": 7, "kv_heads": 1},
-    {"rows": 2, "length": 50, "width": 9},
     {"rows": 2, "length": 29, "width": 30, "size": 3, "dim": 80, "heads": 2},
-    {"rows": 1, "length": 29, "width": 3, "size": 80, "dim": 16},
-    {"rows": 1, "length": 29, "width": 4, "size": 22, "dim": 128},
 ]
 
 
@@ -79,72 +72,31 @@ def test_it_computes_what_torch_does(kernel, shape):
     assert (kernel(*tensors, scale=0.3) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("size", [3, 16, 24])
-@pytest.mark.parametrize("length", [3, 11])
-def test_scores_far_below_zero_are_softened_as_any(kernel, length, size):
-    query, keys, values, blocks, mask = example(2, length, 3, size=size)
-    tensors = (-query.abs() - 9, keys.abs() + 1, values, blocks, mask)
-    expected = by_torch(tensors, 1.0)
-    assert (kernel(*tensors, scale=1.0) - expected).abs().max() < 1e-3
-
-
-def test_threads_change_no_bit(kernel):
-    tensors = example(8, 40, 20)
-    one = kernel(*tensors, scale=0.2)
+def test_threads_strides_of_queries_and_other_rows_change_no_bit(kernel):
+    query, keys, values, blocks, mask = example(8, 40, 9)
+    together = kernel(query, keys, values, blocks, mask, scale=0.2)
     torch.set_num_threads(2)
     try:
-        assert torch.equal(kernel(*tensors, scale=0.2), one)
+        assert torch.equal(kernel(query, keys, values, blocks, mask, scale=0.2), together)
     finally:
         torch.set_num_threads(1)
-
-
-def test_queries_may_lie_apart(kernel):
-    query, *others = example(4, 3, 6)
     wide = torch.zeros(query.shape[0], query.shape[1] + 2, query.shape[2] + 16)
     wide[:, 1:-1, :-16] = query
-    assert torch.equal(kernel(wide[:, 1:-1, :-16], *others, scale=0.2), kernel(query, *others, scale=0.2))
-
-
-def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernel):
-    query, keys, values, blocks, mask = example(7, 3, 9)
-    together = kernel(query, keys, values, blocks, mask, scale=0.2)
-    for row in range(7):
-        own = slice(3 * row, 3 * row + 3)
+    assert torch.equal(kernel(wide[:, 1:-1, :-16], keys, values, blocks, mask, scale=0.2), together)
+    for row in range(8):
+        own = slice(40 * row, 40 * row + 40)
         alone = kernel(query[own], keys, values, blocks[row : row + 1], mask[row : row + 1], scale=0.2)
         assert torch.equal(alone, together[own])
 
 
-@pytest.mark.parametrize(
-    "shape", [{}, {"size": 3}, {"size": 24}, {"dim": 80}, {"heads": 7, "kv_heads": 1}, {"heads": 2}], ids=str
-)
+@pytest.mark.parametrize("shape", [{}, {"size": 3}, {"dim": 80}, {"heads": 7, "kv_heads": 1}], ids=str)
 def test_a_token_gets_the_same_bits_in_a_draft_of_any_length(kernel, shape):
-    """Few queries and many are computed by different code."""
     query, keys, values, blocks, mask = example(1, 40, 9, **shape)
     mask[:, :, :3, 20:] = -INF
     together = kernel(query, keys, values, blocks, mask, scale=0.2)
     for length in (1, 2, 3, 4, 5, 7, 9, 33):
         some = kernel(query[:length], keys, values, blocks, mask[:, :, :length].contiguous(), scale=0.2)
         assert torch.equal(some, together[:length])
-
-
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("missed", [None, 14])
-def test_a_token_of_a_prompt_gets_the_same_bits_in_pieces_of_any_length(kernel, missed, window):
-    """Blocks that all tokens see are scored without a mask; a place that one of them does not see counts."""
-    query, keys, values, blocks, mask = example(1, 40, 9)
-    places = torch.arange(9 * 16)
-    last = 70 + torch.arange(40).unsqueeze(-1)
-    seen = (places <= last) & (places > last - (window or 200))
-    if missed is not None:
-        seen[missed, 40] = False
-    mask = torch.where(seen, 0.0, -INF).view(mask.shape)
-    together = kernel(query, keys, values, blocks, mask, scale=0.2)
-    assert (together - by_torch((query, keys, values, blocks, mask), 0.2)).abs().max() < 1e-5
-    for length in (1, 7, 8, 10):
-        for first in range(0, 40, length):
-            part = slice(first, first + length)
-            some = kernel(query[part], keys, values, blocks, mask[:, :, part].contiguous(), scale=0.2)
-            assert torch.equal(some, together[part])
 
 
 @pytest.mark.parametrize("gap", [1, 5, 16, 23])
@@ -187,32 +139,18 @@ def test_what_is_not_seen_does_not_count(kernel):
     assert torch.equal(kernel(query, keys, values, blocks, mask, scale=0.2), expected)
 
 
-@pytest.mark.parametrize("length", [3, 11])
-def test_a_token_that_sees_nothing_gets_zeros(kernel, length):
-    """Nobody reads it, but nan would spread."""
-    query, keys, values, blocks, mask = example(2, length, 5)
+def test_a_token_that_sees_nothing_gets_zeros_and_what_is_not_finite_stays_visible(kernel):
+    """Nobody reads the zeros, but nan would spread."""
+    query, keys, values, blocks, mask = example(2, 11, 5)
     expected = kernel(query, keys, values, blocks, mask, scale=0.2)
     mask[1, :, -1] = -INF
-    found = kernel(query, keys, values, blocks, mask, scale=0.2)
-    assert torch.equal(found[:-1], expected[:-1])
-    assert not found[-1].any()
-
-
-@pytest.mark.parametrize("value", [float("nan"), INF])
-@pytest.mark.parametrize("length", [3, 11])
-def test_what_is_not_finite_stays_visible(kernel, length, value):
-    query, keys, values, blocks, mask = example(2, length, 5)
-    query[4, 1, 7] = value
-    found = kernel(query, keys, values, blocks, mask, scale=0.2)
-    assert found[4, 1].isnan().all()
-    found[4, 1] = 0.0
-    assert found.isfinite().all()
-
-
-@pytest.mark.parametrize(("dim", "dtype"), [(40, torch.float32), (32, torch.bfloat16)])
-def test_other_heads_are_left_to_torch(dim, dtype):
-    assert paged_attention.suits(32, torch.float32)
-    assert not paged_attention.suits(dim, dtype)
+    for value in (float("nan"), INF):
+        query[4, 1, 7] = value
+        found = kernel(query, keys, values, blocks, mask, scale=0.2)
+        assert not found[-1].any()
+        assert found[4, 1].isnan().all()
+        found[4, 1] = expected[4, 1]
+        assert torch.equal(found[:-1], expected[:-1])
 
 
 @pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")

@@ -1,10 +1,9 @@
 """Compiles the kernels for GPUs without one, and prints what they take of a multiprocessor, as JSON.
 
-`python -m tests.engine.execution.cuda.kernels.cubins [--all]`; with --all, `test_cubins.py` compares the output with
-`cubins.json`, which is written by redirecting the output there.
+`python -m tests.engine.execution.cuda.kernels.cubins`; `test_cubins.py` compares the output with `cubins.json`, and
+redirecting it there writes that file anew.
 """
 
-import argparse
 import itertools
 import json
 import re
@@ -18,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.execution.cuda.kernels import draw_kernel, grouped_product, product
+from engine.execution.cuda.kernels import cache_write, draw_kernel, grouped_product, product
 from engine.execution.cuda.kernels import triton_attention as attention
 from engine.models.layers.layer_attention import AttentionParams
 
@@ -108,7 +107,7 @@ def attention_of(cc, heads, length, dtype="bf16", *, is_fp8=False):
         ),
     )
     yield "merge", compiled(attention._merge_kernel, types, merged, cc)
-    yield "write", compiled(attention._write_kernel, types, written, cc)
+    yield "write", compiled(cache_write._write_kernel, types, written, cc)
 
 
 def others_of(cc):
@@ -137,28 +136,21 @@ def others_of(cc):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="every GPU and shape; otherwise a few of an H100")
-    is_whole = parser.parse_args().all
     table = {}
-    for cc in SHARED_BYTES if is_whole else (90,):
-        for shapes in PRODUCTS.values() if is_whole else [PRODUCTS["8B"][2:3]]:
-            for shape, name, count in itertools.product(shapes, FORMATS, (16, 64, 128)):
-                key, arguments, options = product_of(cc, count, shape, name)
-                if f"sm_{cc} {key}" not in table:
-                    table[f"sm_{cc} {key}"] = compiled(*arguments, **options)
-        for model, heads in HEADS.items() if is_whole else [("8B", HEADS["8B"])]:
-            for length, is_fp8 in itertools.product((1, 5, 512), (False, True)):
-                for kernel, numbers in attention_of(cc, heads, length, is_fp8=is_fp8):
-                    table[f"sm_{cc} {kernel} {model} {'fp8' if is_fp8 else 'bf16'} length {length}"] = numbers
-        for key, arguments, options in others_of(cc) if is_whole else ():
+    for cc in SHARED_BYTES:
+        for shape, name, count in itertools.product(itertools.chain(*PRODUCTS.values()), FORMATS, (16, 64, 128)):
+            key, arguments, options = product_of(cc, count, shape, name)
+            if f"sm_{cc} {key}" not in table:
+                table[f"sm_{cc} {key}"] = compiled(*arguments, **options)
+        for (model, heads), length, is_fp8 in itertools.product(HEADS.items(), (1, 5, 512), (False, True)):
+            for kernel, numbers in attention_of(cc, heads, length, is_fp8=is_fp8):
+                table[f"sm_{cc} {kernel} {model} {'fp8' if is_fp8 else 'bf16'} length {length}"] = numbers
+        for key, arguments, options in others_of(cc):
             table[f"sm_{cc} {key}"] = compiled(*arguments, **options)
-        forms = [(5, "bf16", False), (512, "bf16", False)]
-        forms += [(512, "fp32", False)] if cc == min(SHARED_BYTES, key=SHARED_BYTES.__getitem__) else []
-        for heads, (length, dtype, is_fp8) in itertools.product(SIZES if is_whole else (), forms):
-            _, numbers = next(attention_of(cc, heads, length, dtype, is_fp8=is_fp8))
-            size = f"{heads[0]}/{heads[1]} x {heads[2]}"
-            table[f"sm_{cc} attention {size} {'fp8' if is_fp8 else dtype} length {length}"] = numbers
+        forms = [(5, "bf16"), (512, "bf16")] + [(512, "fp32")] * (cc == min(SHARED_BYTES, key=SHARED_BYTES.get))
+        for heads, (length, dtype) in itertools.product(SIZES, forms):
+            _, numbers = next(attention_of(cc, heads, length, dtype))
+            table[f"sm_{cc} attention {heads[0]}/{heads[1]} x {heads[2]} {dtype} length {length}"] = numbers
     grouped = {}
     for key, numbers in table.items():
         gpu, kernel = key.split(" ", 1)

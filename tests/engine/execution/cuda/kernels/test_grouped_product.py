@@ -39,11 +39,16 @@ def test_every_pair_is_multiplied_by_its_experts_weight(tokens, top_k, is_transp
     torch.testing.assert_close(biased.float(), on_cpu, rtol=0.01, atol=0.02)
 
 
-def test_no_bit_of_a_token_depends_on_the_others(in_order):
-    rows, index, weight = operands(90, 2)
-    together, _ = multiply(rows, index, weight)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_no_bit_of_a_token_depends_on_the_others(is_packed, in_order):
+    rows, index, weight = operands(90, 2, inner=160 if is_packed else 80)
+    index[:40] = 4  # an expert may take many tokens
+    weight, scales, floats = packed(5, 70, 160, (115, 124)) if is_packed else (weight, None, weight)
+    together, _ = multiply(rows, index, weight, scales=scales)
+    right = torch.einsum("ni,nkoi->nko", rows.double(), floats.double()[index]).flatten(0, 1)
+    torch.testing.assert_close(together.double(), right, rtol=1e-5, atol=1e-3)
     for nth in (0, 41, 89):
-        alone, _ = multiply(rows[nth : nth + 1], index[nth : nth + 1], weight)
+        alone, _ = multiply(rows[nth : nth + 1], index[nth : nth + 1], weight, scales=scales)
         assert torch.equal(alone, together.view(90, 2, -1)[nth])
 
 
@@ -53,20 +58,3 @@ def test_packed_weights_become_transformers_numbers(dtype, exponents):
     blocks, scales, floats = packed(3, 70, 160, exponents)
     found, _ = multiply(torch.eye(160, dtype=dtype), torch.ones(160, 1, dtype=torch.int64), blocks, scales=scales)
     assert torch.equal(found, floats[1].to(dtype).float().T)
-
-
-def test_no_bit_of_a_product_with_packed_weights_depends_on_the_other_rows(in_order):
-    rows, index, _ = operands(90, 2, inner=160)
-    blocks, scales, floats = packed(5, 70, 160, (115, 124))
-    together, _ = multiply(rows, index, blocks, scales=scales)
-    right = torch.einsum("ni,nkoi->nko", rows.double(), floats.double()[index]).flatten(0, 1)
-    torch.testing.assert_close(together.double(), right, rtol=1e-5, atol=1e-3)
-    for nth in (0, 41, 89):
-        alone, _ = multiply(rows[nth : nth + 1], index[nth : nth + 1], blocks, scales=scales)
-        assert torch.equal(alone, together.view(90, 2, -1)[nth])
-
-
-def test_one_expert_may_take_every_token():
-    rows, _, weight = operands(70, 1)
-    found, _ = multiply(rows, torch.full((70, 1), 4), weight)
-    torch.testing.assert_close(found, rows.float() @ weight[4].float().T, rtol=0, atol=1e-3)

@@ -58,7 +58,6 @@ def expected(group, query, kv, params):
 
 
 ROWS = {
-    "one token": [ForwardRow([1], 37, [3, 1, 5], 1)],
     "a chain": [ForwardRow([1] * 5, 75, [*range(1, 7)], 5)],
     "rows of different lengths": [
         ForwardRow([1] * 5, 17, [1, 2], 5), ForwardRow([1], 150, [*range(3, 13)], 1), ForwardRow([1] * 3, 0, [2], 3),
@@ -162,30 +161,6 @@ def test_results_of_attention_take_no_more_memory_in_wider_tables(monkeypatch):
     assert [size[2] for size in sizes if isinstance(size, tuple)] == [1, 1, 32, 32, 32, 32]
 
 
-def test_keys_and_values_are_written_to_their_slots():
-    kv = context(4, 2, 24, 10)
-    before = kv.keys[0].clone(), kv.values[0].clone()
-    key, value = torch.randn(2, 3, 24), torch.randn(3, 2, 10).transpose(0, 1)
-    slots = torch.tensor([5, 40, 17])
-    paged_attention.write(key, value, kv.keys[0], kv.values[0], slots)
-    for cache, old, new in zip((kv.keys[0], kv.values[0]), before, (key, value), strict=True):
-        old.view(-1, *old.shape[2:])[slots] = new.transpose(0, 1)
-        assert torch.equal(cache, old)
-
-
-def test_fp8_caches_hold_the_nearest_numbers_and_saturate():
-    numbers = torch.cat([torch.randn(40) * 10.0**power for power in range(-4, 4)])
-    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middles = (every[:-1] + every[1:]) / 2
-    numbers = torch.cat([numbers, every, -every, middles, -middles, torch.tensor([448.1, -1e6, 464.0, 1e30])])
-    kv = context(5, 1, len(numbers), dtype=torch.float8_e4m3fn)
-    key = numbers.view(1, 1, -1)
-    paged_attention.write(key, -key, kv.keys[0], kv.values[0], torch.tensor([17]))
-    right = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    assert torch.equal(kv.keys[0].float()[1, 1, 0], right)
-    assert torch.equal(kv.values[0].float()[1, 1, 0], -right)
-
-
 @pytest.mark.parametrize("name", ["a chain", "trees", "a prompt"])
 def test_attention_to_fp8_caches_is_that_to_the_numbers_they_hold(name):
     kv = context(90, 2, 16, dtype=torch.float8_e4m3fn)
@@ -212,11 +187,3 @@ def test_more_chunks_than_parts_are_all_attended_to(monkeypatch):
         torch.testing.assert_close(
             attend(group, query, kv).double(), expected(group, query, kv, AttentionParams()), atol=2e-5, rtol=0
         )
-
-
-def test_a_tile_must_lie_in_one_chunk(monkeypatch):
-    monkeypatch.setattr(paged_attention, "TILE", 128)
-    kv = context(4, 1, 16)
-    (group,) = build([ForwardRow([1], 3, [1], 1)], kv).paged.groups
-    with pytest.raises(AssertionError, match="a tile lies in one chunk"):
-        attend(group, torch.randn(1, 1, 16), kv)

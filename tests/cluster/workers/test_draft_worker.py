@@ -12,15 +12,16 @@ from cluster.config import GroupConfig
 from cluster.leases import Lease
 from cluster.protocol.messages import Ping, Pong, PrefixDelta, Propose, ProposeEntry
 from cluster.transport import Connector, Link, TransportError
-from cluster.workers import pool_worker
-from cluster.workers.pool_worker import PoolWorker
+from cluster.workers import draft_worker
+from cluster.workers.draft_worker import DraftWorker
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import ModelMismatchError, TargetError
+from engine.errors import TargetError
 from engine.params import SamplingParams
 from tests.cluster.wire import NODE_ID, in_thread
-from tests.models import save_llama, save_model
+from tests.models import save_llama
 from tests.waiting import wait_for
 
+NODE = "127.0.0.1", NODE_ID
 ENGINE = EngineConfig(num_speculative_tokens=3, max_num_seqs=4, block_size=4, num_blocks=600)
 
 
@@ -32,15 +33,15 @@ def config(tmp_path_factory) -> GroupConfig:
 
 
 @contextlib.contextmanager
-def serving(config: GroupConfig) -> Iterator[PoolWorker]:
-    worker = PoolWorker(config, "worker 1", host="127.0.0.1", node_id=NODE_ID)
+def serving(config: GroupConfig) -> Iterator[DraftWorker]:
+    worker = DraftWorker(config, "worker 1", max_groups=4, node=NODE)
     worker.load()
     with in_thread(worker):
         yield worker
 
 
 @pytest.fixture
-def worker(config: GroupConfig) -> Iterator[PoolWorker]:
+def worker(config: GroupConfig) -> Iterator[DraftWorker]:
     with serving(config) as worker:
         yield worker
 
@@ -91,7 +92,7 @@ def replace_deadline(request: Ping, deadline_s: float) -> Ping:
 
 
 async def test_a_lease_ends_when_its_router_is_silent_and_leaves_its_room_to_others(worker, monkeypatch):
-    monkeypatch.setattr(pool_worker, "LEASE_S", 0.3)
+    monkeypatch.setattr(draft_worker, "LEASE_S", 0.3)
     connectors = [Connector(NODE_ID), Connector(NODE_ID)]
     silent, lively = (worker.lease(connector.identity, 4) for connector in connectors)
     breaks: list[str] = []
@@ -108,7 +109,7 @@ async def test_a_lease_ends_when_its_router_is_silent_and_leaves_its_room_to_oth
     while not await is_alone():
         pass
     await wait_for(lambda: breaks)
-    assert not worker._pool.cache.prefixes
+    assert not worker._queue.cache.prefixes
     assert (await links[1].call(propose(lively, 10**6))).drafts[0].token_ids
     for link in links:
         link.close()
@@ -182,21 +183,18 @@ async def test_a_pass_that_hangs_is_noticed(worker, monkeypatch):
     link.close()
 
 
-def is_hanging(worker: PoolWorker) -> bool:
+def is_hanging(worker: DraftWorker) -> bool:
     with contextlib.suppress(TargetError):
         worker.check()
         return False
     return True
 
 
-def test_the_cache_takes_what_four_groups_can_use_and_a_draft_that_does_not_fit_the_target_is_refused(config, tmp_path):
-    worker = PoolWorker(replace(config, engine=replace(ENGINE, num_blocks=None)), "1", host="", node_id=NODE_ID)
+def test_the_cache_takes_what_four_groups_can_use(config):
+    worker = DraftWorker(replace(config, engine=replace(ENGINE, num_blocks=None)), "1", max_groups=4, node=NODE)
     worker.load()
     assert worker._engine.num_blocks == 129 * 4 * 4
-    short = PoolWorker(replace(config, engine=replace(ENGINE, max_model_len=61)), "1", host="", node_id=NODE_ID)
+    short = DraftWorker(replace(config, engine=replace(ENGINE, max_model_len=61)), "1", max_groups=4, node=NODE)
     short.load()
     for _ in range(600 // (16 + 4)):
         short.lease(Connector(NODE_ID).identity, 4)
-    other = ModelConfig(save_model(tmp_path / "other", seed=1, layers=1, hidden=16), dtype="float32", device="cpu")
-    with pytest.raises(ModelMismatchError):
-        PoolWorker(replace(config, draft=other), "1", host="", node_id=NODE_ID).load()

@@ -1,68 +1,40 @@
 """One draft worker for two Routers: texts are those without drafts, also when it is killed or hangs under streams."""
 
-import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from deployments.diagnosis.http_client import Client
-from tests.e2e.servers import Server, serving
+from tests.e2e.replicated.conftest import NUM_ROUTERS, PLAIN
+from tests.e2e.servers import Server, metrics
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
-NUM_ROUTERS = 2
-PROMPTS = ("This PEP proposes", "Call me Ishmael.", "Up betimes and to my office,", "def main(")
-NUM_TOKENS = 192
-PLAIN = {"enabled": False}
+NUM_TOKENS = 1500
+"""Of streams that outlast the loss of a worker."""
 REPLICA = "ServeReplica:default:Drafts"
 BODIES = [
     {"prompt": prompt, "temperature": temperature, "seed": number, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    for number, (prompt, temperature) in enumerate((prompt, t) for prompt in PROMPTS for t in (0.0, 0.8))
+    for number, (prompt, temperature) in enumerate(
+        (p, t) for p in ("This PEP proposes", "def main(") for t in (0.0, 0.8)
+    )
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = (
-        "dtype=float32",
-        "log_format=json",
-        "page=demo",
-        "speculation=fixed",
-        "hang_timeout_s=6",
-        f'autoscaling={{"min_replicas": {NUM_ROUTERS}}}',
-        'draft_pool={"replicas": 1}',
-    )
-    with serving(tmp_path_factory.mktemp("pool") / "log", *settings) as server:
-        wait_until(lambda: is_leased(server))
-        yield server
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def metric(server: Server, name: str) -> dict[str, float]:
+def samples(server: Server, name: str) -> dict[str, float]:
     """The samples of a metric, by replica; of several samples of a replica, the sum."""
-    samples: dict[str, float] = {}
-    for line in httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines():
-        if found := re.match(rf'\w+:{name}{{.*replica="([^"]+)".*}} (.+)', line):
-            samples[found[1]] = samples.get(found[1], 0.0) + float(found[2])
-    return samples
+    return {replica: value for (replica,), value in metrics(server.url).by(name, "replica").items()}
 
 
 def is_leased(server: Server) -> bool:
     """Whether the one worker is leased by both Routers."""
-    return [*metric(server, "draft_pool_leases").values()] == [NUM_ROUTERS]
+    return [*samples(server, "paceline:draft_pool_leases").values()] == [NUM_ROUTERS]
 
 
 def stream(server: Server, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> tuple[list[int], int]:
@@ -80,28 +52,25 @@ def stream(server: Server, body: dict[str, Any], begin: Callable[[], None] = lam
 @pytest.fixture(scope="module")
 def expected(server: Server) -> list[list[int]]:
     """The texts without drafts."""
+    wait_until(lambda: is_leased(server))
     with ThreadPoolExecutor(len(BODIES)) as threads:
-        return [tokens for tokens, _ in threads.map(lambda body: stream(server, body | {"speculative": PLAIN}), BODIES)]
-
-
-def worker(server: Server) -> psutil.Process:
-    (process,) = server.processes(REPLICA)
-    return process
+        return [tokens for tokens, _ in threads.map(lambda body: stream(server, body | PLAIN), BODIES)]
 
 
 def test_one_worker_drafts_for_both_routers_and_changes_no_text(server: Server, expected: list[list[int]]) -> None:
-    before = metric(server, "spec_decode_num_accepted_tokens_total")
+    accepted = "vllm:spec_decode_num_accepted_tokens_total"
+    before = samples(server, accepted)
     with ThreadPoolExecutor(len(BODIES)) as threads:
         answers = list(threads.map(lambda body: stream(server, body), BODIES))
     assert [tokens for tokens, _ in answers] == expected
     assert all(num_accepted > NUM_TOKENS / 8 for _, num_accepted in answers)
-    after = metric(server, "spec_decode_num_accepted_tokens_total")
+    after = samples(server, accepted)
     assert len(after) == NUM_ROUTERS
     assert all(after[router] > before[router] for router in after)
     assert server.processes("DraftWorker") == []
-    ((name, passes),) = metric(server, "draft_pool_passes_total").items()
-    assert metric(server, "draft_pool_proposals_total")[name] >= passes > 0
-    assert 0 <= metric(server, "draft_pool_utilisation")[name] <= 1
+    ((name, passes),) = samples(server, "paceline:draft_pool_passes_total").items()
+    assert samples(server, "paceline:draft_pool_proposals_total")[name] >= passes > 0
+    assert 0 <= samples(server, "paceline:draft_pool_utilisation")[name] <= 1
 
 
 def kill(server: Server) -> None:
@@ -109,7 +78,8 @@ def kill(server: Server) -> None:
 
 
 def hang(server: Server) -> None:
-    worker(server).send_signal(signal.SIGSTOP)
+    (worker,) = server.processes(REPLICA)
+    worker.send_signal(signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("strike", [kill, hang])
@@ -117,16 +87,16 @@ def test_texts_do_not_notice_the_loss_of_the_worker_and_drafts_come_back(
     strike: Callable[[Server], None], server: Server, expected: list[list[int]]
 ) -> None:
     wait_until(lambda: is_leased(server))
-    (lost,) = metric(server, "draft_pool_leases")
-    resubmitted, has_begun = metric(server, "resubmissions_total"), Event()
+    (lost,) = samples(server, "paceline:draft_pool_leases")
+    resubmitted, has_begun = metrics(server.url).total("paceline:resubmissions_total"), Event()
     with ThreadPoolExecutor(len(BODIES)) as threads:
         waiting = [threads.submit(stream, server, body, has_begun.set) for body in BODIES]
         assert has_begun.wait(60)
         strike(server)
         assert not all(answer.done() for answer in waiting)
         assert [answer.result()[0] for answer in waiting] == expected
-    assert metric(server, "resubmissions_total") == resubmitted
-    wait_until(lambda: is_leased(server) and lost not in metric(server, "draft_pool_leases"))
+    assert metrics(server.url).total("paceline:resubmissions_total") == resubmitted
+    wait_until(lambda: is_leased(server) and lost not in samples(server, "paceline:draft_pool_leases"))
     tokens, num_accepted = stream(server, BODIES[0])
     assert tokens == expected[0]
     assert num_accepted > 0

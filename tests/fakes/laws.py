@@ -1,6 +1,5 @@
-"""Models whose law is known or sharp, drafters that misbehave on purpose, and a byte tokenizer."""
+"""Models whose law is known or sharp, and a byte tokenizer."""
 
-import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 from engine.models.layers.reducer import Reducer
-from engine.protocols import Draft, ProposeRow
 from engine.sampling import noise
 
 
@@ -191,81 +189,6 @@ class ThinnedModel(ContextModel):
 
     def _entry(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return super()._entry(token_ids, positions) + FOREIGN * len(self.laws)
-
-
-class ConstantDrafter:
-    """Always proposes the same token: always wrong where the target never draws it."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        return [Draft([self.token] * row.num_draft_tokens, list(range(-1, row.num_draft_tokens - 1))) for row in rows]
-
-    def release(self, request_id: str) -> None:
-        pass
-
-
-class TreeDrafter:
-    """Proposes random trees: siblings, and paths that are no prefix of the nodes."""
-
-    def __init__(self, tokens: Sequence[int], seed: int = 0) -> None:
-        self.tokens = list(tokens)
-        self.random = random.Random(seed)
-
-    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        trees = ([self.random.randrange(-1, node) for node in range(row.num_draft_tokens)] for row in rows)
-        return [Draft([self.random.choice(self.tokens) for _ in parents], parents) for parents in trees]
-
-    def release(self, request_id: str) -> None:
-        pass
-
-
-class WrappedDrafter:
-    """What the drafters below share: each does something to the proposals of another one, at random."""
-
-    def __init__(self, drafter: Any, seed: int = 0) -> None:
-        self.drafter = drafter
-        self.random = random.Random(seed)
-
-    def release(self, request_id: str) -> None:
-        self.drafter.release(request_id)
-
-
-class ForgetfulDrafter(WrappedDrafter):
-    """Passes proposals on, but cuts some short, drops some, and forgets requests."""
-
-    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        for row in rows:
-            if self.random.random() < 0.2:
-                self.drafter.release(row.request.request_id)
-        drafts = await self.drafter.propose(rows)
-        lengths = [self.random.choice([0, 1, 2, 8]) for _ in drafts]
-        return [Draft(d.token_ids[:n], d.parents[:n]) for d, n in zip(drafts, lengths, strict=True)]
-
-
-class InterruptedDrafter(WrappedDrafter):
-    """Lets a drafter run ahead for some passes after each proposal: none, a few, or as many as there are."""
-
-    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        drafts = await self.drafter.propose(rows)
-        for _ in range(self.random.choice([0, 1, 2, 3, 5, 1000])):
-            if not self.drafter.advance():
-                break
-        return drafts
-
-
-class CuttingDrafter(WrappedDrafter):
-    """Cuts proposals to any length, with the rows they were sampled from."""
-
-    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        return [self._cut(draft) for draft in await self.drafter.propose(rows)]
-
-    def _cut(self, draft: Draft) -> Draft:
-        n = self.random.randrange(len(draft.token_ids) + 1)
-        ids = None if draft.top_ids is None else draft.top_ids[:n]
-        probs = None if draft.top_probs is None else draft.top_probs[:n]
-        return Draft(draft.token_ids[:n], draft.parents[:n], ids, probs)
 
 
 def byte_tokenizer() -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Workers of a draft pool, each in a process of its own, that die, hang or become slow on demand."""
+"""Draft workers that groups share, each in a process of its own, that die, hang or become slow on demand."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ import torch
 
 from cluster.config import GroupConfig
 from cluster.leases import Lease
-from cluster.workers.pool_worker import PoolWorker
+from cluster.workers.draft_worker import DraftWorker
 from engine.errors import TargetError
 from tests.cluster.wire import NODE_ID
 
@@ -25,7 +25,7 @@ _context = multiprocessing.get_context("spawn")
 
 def _serve(config: GroupConfig, name: str, connection: Connection, delay_s: Any) -> None:
     torch.set_num_threads(1)
-    worker = PoolWorker(config, name, host="127.0.0.1", node_id=NODE_ID)
+    worker = DraftWorker(config, name, max_groups=4, node=("127.0.0.1", NODE_ID))
     connection.send(worker.load())
     run = worker._backend.run
 
@@ -43,7 +43,7 @@ def _serve(config: GroupConfig, name: str, connection: Connection, delay_s: Any)
                 connection.send(error)
 
 
-class PoolProcess:
+class DraftProcess:
     """One worker; `delay_s` is added to each pass of its model."""
 
     def __init__(self, config: GroupConfig, name: str) -> None:
@@ -72,15 +72,15 @@ class PoolProcess:
         self._process.join()
 
 
-class Pool:
+class Workers:
     """The Leases of some workers, in their order; it remembers who took what."""
 
-    def __init__(self, config: GroupConfig, workers: list[PoolProcess]) -> None:
-        self.config, self.workers, self.taken = config, workers, list[tuple[str, str]]()
+    def __init__(self, config: GroupConfig, processes: list[DraftProcess]) -> None:
+        self.config, self.processes, self.taken = config, processes, list[tuple[str, str]]()
 
     async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
         await asyncio.sleep(0)
-        worker = next((one for one in self.workers if one.name not in avoid), None)
+        worker = next((one for one in self.processes if one.name not in avoid), None)
         if worker is None:
             raise TargetError("no worker is left")
         self.taken.append((identity, worker.name))
@@ -88,11 +88,11 @@ class Pool:
 
 
 @contextlib.contextmanager
-def pool_of(config: GroupConfig, *names: str) -> Iterator[Pool]:
-    workers: list[PoolProcess] = []
+def workers_of(config: GroupConfig, *names: str) -> Iterator[Workers]:
+    workers: list[DraftProcess] = []
     try:
-        workers += [PoolProcess(config, name) for name in names]
-        yield Pool(config, workers)
+        workers += [DraftProcess(config, name) for name in names]
+        yield Workers(config, workers)
     finally:
         for worker in workers:
             worker.end()

@@ -19,15 +19,13 @@ from cluster.protocol.messages import (
     ProposeEntry,
     Verify,
 )
-from cluster.workers.draft_pool import CHUNK, DraftPool, SharedCache, share_rows
-from cluster.workers.responder import DraftResponder
+from cluster.workers.draft_queue import CHUNK, DraftQueue, share_rows
 from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import TOP_M
 from engine.drafting.model.translated import TranslatedBackend
-from engine.drafting.registry import choose_method
 from engine.params import SamplingParams
 from engine.verification.verifier import paths
 from tests.engine.conftest import VOCAB
@@ -53,11 +51,17 @@ class Clock:
         return len(self.model.passes) + self.waited
 
 
-class Pool:
-    """A pool, what its groups were answered, and at what time."""
+class Rig:
+    """A queue, what its groups were answered, and at what time."""
 
     def __init__(
-        self, *, run_ahead: bool = False, num_groups: int = 4, worker=DraftPool, is_translated=False, **settings: object
+        self,
+        *,
+        run_ahead: bool = False,
+        num_groups: int = 4,
+        is_shared: bool = True,
+        is_translated=False,
+        **settings: object,
     ) -> None:
         options = {"num_blocks": 1000, "block_size": 4, "max_num_seqs": 8, "num_speculative_tokens": K} | settings
         self.config = EngineConfig(**options)
@@ -65,7 +69,8 @@ class Pool:
         self.clock = Clock(self.model)
         foreign = Foreign(self.model, ORDER)
         model = TranslatedBackend(foreign, MODEL.info, ORDER, torch.arange(VOCAB)) if is_translated else self.model
-        self.pool = worker(DraftModel(model, VOCAB, run_ahead=run_ahead), self.config, clock=self.clock)
+        draft = DraftModel(model, VOCAB, run_ahead=run_ahead)
+        self.queue = DraftQueue(draft, self.config, capacity=64, is_shared=is_shared, clock=self.clock)
         self.replies: dict[int, list] = {}
         self.times: dict[int, list[float]] = {}
         self.seen: dict[tuple[int, str], int] = {}
@@ -74,7 +79,6 @@ class Pool:
             self.join(version)
 
     def join(self, version: int) -> None:
-        self.pool.join(version, 64)
         self.replies[version], self.times[version] = [], []
 
     def send(self, version: int, rows, *, deadline_s: float = 1e6, released=(), runs_ahead: bool = False) -> None:
@@ -92,10 +96,10 @@ class Pool:
             self.replies[version].append(reply)
             self.times[version].append(self.clock())
 
-        self.pool.submit(version, request, answer)
+        self.queue.submit(version, request, answer)
 
     def run(self) -> None:
-        while self.pool.step():
+        while self.queue.step():
             pass
 
     def drafts(self, version: int):
@@ -116,68 +120,70 @@ def fresh(*rows, **settings):
 
 def test_groups_whose_proposals_wait_are_drafted_in_the_same_passes_and_get_their_own_drafts():
     """All groups name their requests alike."""
-    pool = Pool()
+    rig = Rig()
     rows = {
         version: [row(text(9, 10 * version + i), name=str(i), params=PARAMS) for i in range(2)] for version in (1, 2, 3)
     }
     for version, its in rows.items():
-        pool.send(version, its)
-    pool.run()
-    assert pool.model.passes == [54, 6, 6, 6]  # the texts, and then a token of each row
+        rig.send(version, its)
+    rig.run()
+    assert rig.model.passes == [54, 6, 6, 6]  # the texts, and then a token of each row
     for version, its in rows.items():
-        assert pool.drafts(version) == fresh(*its)
-    assert (pool.pool.num_proposals, pool.pool.num_batches) == (3, 1)
+        assert rig.drafts(version) == fresh(*its)
+    assert (rig.queue.num_proposals, rig.queue.num_batches) == (3, 1)
 
 
-def test_all_chains_of_leases_are_planned_before_the_warm_up_of_which_there_is_one():
+def test_all_chains_of_groups_are_planned_before_the_warm_up_of_which_there_is_one():
     model, planned = Counting(MODEL), []
     model.device = torch.device("meta")  # where rankings are cut, as on a GPU
     model.plan_chains = lambda *plan: planned.append(plan) or False
-    pool = DraftPool(DraftModel(model, run_ahead=True), EngineConfig(num_blocks=100, num_speculative_tokens=K))
+    queue = DraftQueue(
+        DraftModel(model, run_ahead=True), EngineConfig(num_blocks=100, num_speculative_tokens=K), capacity=8
+    )
     known = {*planned}
     assert known == {(K, 0), (K, min(NUM_CANDIDATES, VOCAB))}
-    pool.join(1, 8)
+    queue._join(1)
     assert {*planned} == known
 
 
 def test_the_proposal_that_is_due_first_is_drafted_first_and_waits_for_no_longer_drafts():
-    pool = Pool()
-    pool.send(1, [row(text(9), K)], deadline_s=30.0)
-    pool.send(2, [row(text(9), 1)], deadline_s=10.0)
-    pool.send(3, [row(text(9), 1)], deadline_s=20.0)
-    pool.run()
-    assert pool.times[2] == pool.times[3] < pool.times[1]
+    rig = Rig()
+    rig.send(1, [row(text(9), K)], deadline_s=30.0)
+    rig.send(2, [row(text(9), 1)], deadline_s=10.0)
+    rig.send(3, [row(text(9), 1)], deadline_s=20.0)
+    rig.run()
+    assert rig.times[2] == rig.times[3] < rig.times[1]
 
 
 def test_shorter_drafts_of_others_are_drafted_with_those_that_are_due_first():
-    pool = Pool()
-    pool.send(1, [row(text(9), K)], deadline_s=10.0)
-    pool.send(2, [row(text(9), 2)], deadline_s=20.0)
-    pool.run()
-    assert pool.times[1] == pool.times[2]
+    rig = Rig()
+    rig.send(1, [row(text(9), K)], deadline_s=10.0)
+    rig.send(2, [row(text(9), 2)], deadline_s=20.0)
+    rig.run()
+    assert rig.times[1] == rig.times[2]
 
 
 def test_a_proposal_that_nobody_waits_for_any_more_costs_nothing():
-    pool = Pool()
-    pool.send(1, [row(text(9))], deadline_s=5.0)
-    pool.clock.waited = 6.0
-    pool.run()
-    assert pool.replies[1] == []
-    assert pool.model.passes == []
+    rig = Rig()
+    rig.send(1, [row(text(9))], deadline_s=5.0)
+    rig.clock.waited = 6.0
+    rig.run()
+    assert rig.replies[1] == []
+    assert rig.model.passes == []
 
 
 def test_rows_that_do_not_fit_into_a_pass_are_shared_out_equally_and_every_draft_arrives():
     """A group with many rows gets what the others leave, and they get their drafts with the first pass."""
-    pool = Pool(max_num_seqs=8)
+    rig = Rig(max_num_seqs=8)
     noisy = [row(text(9, i), name=str(i), params=PARAMS) for i in range(20)]
-    pool.send(1, noisy, deadline_s=100.0)
-    pool.send(2, [row(text(9, 50), name="a")])
-    pool.send(3, [row(text(9, 51), name="a")])
-    pool.pool.step()
-    assert [len(pool.replies[version]) for version in (1, 2, 3)] == [0, 1, 1]
-    pool.run()
-    assert pool.drafts(1) == fresh(*noisy)
-    assert max(pool.model.passes) <= 8 * 9
+    rig.send(1, noisy, deadline_s=100.0)
+    rig.send(2, [row(text(9, 50), name="a")])
+    rig.send(3, [row(text(9, 51), name="a")])
+    rig.queue.step()
+    assert [len(rig.replies[version]) for version in (1, 2, 3)] == [0, 1, 1]
+    rig.run()
+    assert rig.drafts(1) == fresh(*noisy)
+    assert max(rig.model.passes) <= 8 * 9
 
 
 @pytest.mark.parametrize(
@@ -201,28 +207,28 @@ def test_equal_shares_of_a_pass(sizes, room, shares):
 
 def test_a_long_text_is_caught_up_with_between_the_drafts_of_others_a_chunk_at_a_time():
     """Another group waits for one chunk at most; in the end the drafts are those of the whole text."""
-    pool = Pool(max_num_batched_tokens=16)
+    rig = Rig(max_num_batched_tokens=16)
     long = row(text(200), params=PARAMS)
-    pool.send(1, [long])
+    rig.send(1, [long])
     waits = []
     for number in range(8):
-        started = pool.clock()
-        pool.send(2, [row(text(9 + number, 7), 1)])
-        while len(pool.replies[2]) == number:
-            pool.pool.step()
-        waits.append(pool.clock() - started)
-    assert pool.replies[1] == []
+        started = rig.clock()
+        rig.send(2, [row(text(9 + number, 7), 1)])
+        while len(rig.replies[2]) == number:
+            rig.queue.step()
+        waits.append(rig.clock() - started)
+    assert rig.replies[1] == []
     assert max(waits[1:]) <= 1 + 1  # a chunk, and the pass that drafts
-    pool.run()
-    assert pool.drafts(1) == fresh(long)
-    assert max(pool.model.passes) <= 16
+    rig.run()
+    assert rig.drafts(1) == fresh(long)
+    assert max(rig.model.passes) <= 16
 
 
 def test_a_chunk_is_short_even_if_the_target_takes_long_ones():
-    pool = Pool(max_num_batched_tokens=4096, num_blocks=4000)
-    pool.send(1, [row(text(1000))])
-    pool.run()
-    assert max(pool.model.passes) == CHUNK
+    rig = Rig(max_num_batched_tokens=4096, num_blocks=4000)
+    rig.send(1, [row(text(1000))])
+    rig.run()
+    assert max(rig.model.passes) == CHUNK
 
 
 TARGET_S = 20
@@ -236,33 +242,33 @@ def quiet_round_s(*, is_noisy: bool, run_ahead: bool, num_rounds: int = 100) -> 
     long.
     """
     chance = random.Random(2)
-    pool = Pool(run_ahead=run_ahead, num_groups=2, max_num_seqs=16, max_num_batched_tokens=32, num_blocks=4000)
-    for group in pool.pool._leases.values():
+    rig = Rig(run_ahead=run_ahead, num_groups=2, max_num_seqs=16, max_num_batched_tokens=32, num_blocks=4000)
+    for group in rig.queue._groups.values():
         if group.ahead is not None:
-            group.ahead._clock = group.ahead._pace._clock = pool.clock
+            group.ahead._clock = group.ahead._pace._clock = rig.clock
     texts = {1: {"a": text(9)}, 2: {}}
     due = {1: 0.0, 2: 0.5} if is_noisy else {1: 0.0}
     ended = list[str]()
-    while pool.round[1] <= num_rounds:
+    while rig.round[1] <= num_rounds:
         for version, at in due.items():
-            if at > pool.clock():
+            if at > rig.clock():
                 continue
-            if pool.round[version]:
-                for name, draft in zip(texts[version], pool.drafts(version), strict=True):
+            if rig.round[version]:
+                for name, draft in zip(texts[version], rig.drafts(version), strict=True):
                     texts[version][name] += [*draft.token_ids[: chance.randrange(K + 1)], chance.randrange(2, VOCAB)]
             if version == 2:
-                texts[2] |= {f"{pool.round[2]}-{i}": text(64, pool.round[2]) for i in range(2)}
+                texts[2] |= {f"{rig.round[2]}-{i}": text(64, rig.round[2]) for i in range(2)}
                 ended, texts[2] = list(texts[2])[:-8], dict(list(texts[2].items())[-8:])
             rows = [row(tokens, K, name=name) for name, tokens in texts[version].items()]
-            pool.send(version, rows, released=ended if version == 2 else (), runs_ahead=run_ahead)
+            rig.send(version, rows, released=ended if version == 2 else (), runs_ahead=run_ahead)
             due[version] = math.inf
-        is_working = pool.pool.step()
+        is_working = rig.queue.step()
         for version in due:
-            if due[version] == math.inf and len(pool.replies[version]) == pool.round[version]:
-                due[version] = pool.times[version][-1] + TARGET_S * (version + 1) / 2 + 2 * chance.random()
+            if due[version] == math.inf and len(rig.replies[version]) == rig.round[version]:
+                due[version] = rig.times[version][-1] + TARGET_S * (version + 1) / 2 + 2 * chance.random()
         if not is_working:
-            pool.clock.waited += max(0.0, min(due.values()) - pool.clock())
-    return pool.clock() / num_rounds
+            rig.clock.waited += max(0.0, min(due.values()) - rig.clock())
+    return rig.clock() / num_rounds
 
 
 def test_a_noisy_group_costs_another_less_than_three_percent():
@@ -276,49 +282,27 @@ def test_a_noisy_group_costs_another_less_than_three_percent():
 
 
 def test_what_a_group_lacks_or_asks_in_error_is_its_own_matter():
-    pool = Pool()
+    rig = Rig()
     replies = []
     unknown = Propose(1, 1, 1.0, [], [ProposeEntry(PrefixDelta("a", 3, [5], 1), 2)])
-    pool.pool.submit(1, unknown, replies.append)
-    pool.pool.submit(1, Ping(2, 1, 1.0, []), replies.append)
-    pool.pool.submit(1, Verify(3, 1, 1.0, [], []), replies.append)
-    pool.pool.submit(1, Ping(4, 2, 1.0, []), replies.append)  # of another lease
+    rig.queue.submit(1, unknown, replies.append)
+    rig.queue.submit(1, Ping(2, 1, 1.0, []), replies.append)
+    rig.queue.submit(1, Verify(3, 1, 1.0, [], []), replies.append)
+    rig.queue.submit(1, Ping(4, 2, 1.0, []), replies.append)  # of another lease
     assert [type(reply) for reply in replies] == [PrefixMissing, Pong, Failure]
     assert replies[0].request_ids == ["a"]
 
 
-def test_an_error_costs_the_groups_of_that_pass_their_drafts_and_no_one_the_pool(monkeypatch):
-    pool = Pool()
-    pool.send(1, [row(text(9))])
+def test_an_error_costs_the_groups_of_that_pass_their_drafts_and_no_one_the_worker(monkeypatch):
+    rig = Rig()
+    rig.send(1, [row(text(9))])
     with monkeypatch.context() as patch:
-        patch.setattr(pool.model, "run", lambda *_: 1 / 0, raising=False)
-        pool.run()
-    assert isinstance(pool.replies[1][0], Failure)
-    pool.send(1, [row(text(10))])
-    pool.run()
-    assert pool.drafts(1) == fresh(row(text(10)))
-
-
-class OwnWorker:
-    """A group's own draft worker, as if it were a pool of one."""
-
-    def __init__(self, draft, config, *, clock) -> None:
-        self.drafter = choose_method(config, has_draft_model=True).make(config, draft)
-        self.cache = self.drafter.cache
-        self.responder = DraftResponder(self.drafter, capacity=64, version=1)
-
-    def join(self, version, capacity) -> None:
-        assert version == 1
-
-    def submit(self, version, request, answer) -> None:
-        answer(self.responder.answer(request))
-
-    def step(self) -> bool:
-        return self.responder.work()
-
-    def leave(self, version) -> None:
-        for name in list(self.cache.prefixes):
-            self.drafter.release(name)
+        patch.setattr(rig.model, "run", lambda *_: 1 / 0, raising=False)
+        rig.run()
+    assert isinstance(rig.replies[1][0], Failure)
+    rig.send(1, [row(text(10))])
+    rig.run()
+    assert rig.drafts(1) == fresh(row(text(10)))
 
 
 CHAINS, TREES = {}, {"drafting": "tree"}
@@ -346,27 +330,27 @@ def check_right(draft, one, settings):
 
 
 @pytest.mark.parametrize(
-    ("worker", "settings", "is_translated", "run_ahead", "num_blocks", "chunk", "k"),
+    ("is_shared", "settings", "is_translated", "run_ahead", "num_blocks", "chunk", "k"),
     [
-        (DraftPool, CHAINS, False, False, 1000, 24, 4),
-        (DraftPool, CHAINS, False, False, 60, 1024, 4),
-        (DraftPool, CHAINS, False, True, 60, 1024, 4),
-        (DraftPool, CHAINS, False, True, 1000, 24, 10),
-        (DraftPool, CHAINS, False, True, 60, 24, 10),
-        (DraftPool, CHAINS, True, True, 1000, 24, 10),
-        (DraftPool, TREES, False, True, 1000, 24, 4),
-        (DraftPool, TREES, False, True, 90, 24, 10),
-        (DraftPool, TREES, True, True, 1000, 24, 4),
-        *((DraftPool, settings, False, True, 1000, 24, 4) for settings in (*SAMPLED, *SAMPLED_TREES)),
-        (OwnWorker, CHAINS, False, False, 1000, 24, 4),
-        (OwnWorker, CHAINS, True, True, 1000, 24, 10),
-        (OwnWorker, TREES, False, False, 1000, 24, 4),
-        (OwnWorker, TREES, False, True, 1000, 24, 10),
-        *((OwnWorker, settings, False, True, 1000, 24, 4) for settings in (*SAMPLED, *SAMPLED_TREES)),
+        (True, CHAINS, False, False, 1000, 24, 4),
+        (True, CHAINS, False, False, 60, 1024, 4),
+        (True, CHAINS, False, True, 60, 1024, 4),
+        (True, CHAINS, False, True, 1000, 24, 10),
+        (True, CHAINS, False, True, 60, 24, 10),
+        (True, CHAINS, True, True, 1000, 24, 10),
+        (True, TREES, False, True, 1000, 24, 4),
+        (True, TREES, False, True, 90, 24, 10),
+        (True, TREES, True, True, 1000, 24, 4),
+        *((True, settings, False, True, 1000, 24, 4) for settings in (*SAMPLED, *SAMPLED_TREES)),
+        (False, CHAINS, False, False, 1000, 24, 4),
+        (False, CHAINS, True, True, 1000, 24, 10),
+        (False, TREES, False, False, 1000, 24, 4),
+        (False, TREES, False, True, 1000, 24, 10),
+        *((False, settings, False, True, 1000, 24, 4) for settings in (*SAMPLED, *SAMPLED_TREES)),
     ],
 )
 def test_whatever_others_do_and_whichever_passes_fail_drafts_are_those_of_a_fresh_drafter(
-    worker, settings, is_translated, run_ahead, num_blocks, chunk, k
+    is_shared, settings, is_translated, run_ahead, num_blocks, chunk, k
 ):
     """Groups at random: verdicts of every kind, texts of every length that grow without drafts, too, leave, join.
 
@@ -374,42 +358,42 @@ def test_whatever_others_do_and_whichever_passes_fail_drafts_are_those_of_a_fres
     """
     chance = random.Random(4)
     settings_of_all = {"num_blocks": num_blocks, "max_num_batched_tokens": chunk, "num_speculative_tokens": k}
-    num_groups = 4 if worker is DraftPool else 1
-    pool = Pool(
+    num_groups = 4 if is_shared else 1
+    rig = Rig(
         run_ahead=run_ahead,
         num_groups=num_groups,
-        worker=worker,
+        is_shared=is_shared,
         is_translated=is_translated,
         **settings_of_all,
         **settings,
     )
-    texts = {(v, str(i)): text(chance.randrange(3, 60), 10 * v + i) for v in pool.replies for i in range(3)}
+    texts = {(v, str(i)): text(chance.randrange(3, 60), 10 * v + i) for v in rig.replies for i in range(3)}
     next_version, num_whole, num_failed = 5, 0, 0
 
     def drafted(version, counts):
         """Have drafts made for some requests of a group; return them, or nothing if a pass failed."""
         rows = [row(texts[key], count, name=key[1], params=PARAMS) for key, count in counts.items()]
-        pool.send(version, rows, runs_ahead=run_ahead and chance.random() < 0.8)
+        rig.send(version, rows, runs_ahead=run_ahead and chance.random() < 0.8)
         for _ in range(chance.randrange(12)):
-            pool.pool.step()
+            rig.queue.step()
         if chance.random() < 0.3:
-            pool.run()
-        if len(pool.replies[version]) < pool.round[version] or isinstance(pool.replies[version][-1], Failure):
+            rig.run()
+        if len(rig.replies[version]) < rig.round[version] or isinstance(rig.replies[version][-1], Failure):
             return {}
-        for one, draft in zip(rows, pool.drafts(version), strict=True):
+        for one, draft in zip(rows, rig.drafts(version), strict=True):
             check_right(draft, one, settings)
-        return dict(zip(counts, pool.drafts(version), strict=True))
+        return dict(zip(counts, rig.drafts(version), strict=True))
 
     for _ in range(150):
-        version = chance.choice(list(pool.replies))
-        if len(pool.replies[version]) < pool.round[version]:
-            pool.pool.step()
+        version = chance.choice(list(rig.replies))
+        if len(rig.replies[version]) < rig.round[version]:
+            rig.queue.step()
             continue
         if chance.random() < 0.2:
-            pool.model.num_left = chance.randrange(8)
+            rig.model.num_left = chance.randrange(8)
         counts = {key: chance.choice([0, 1, 3, k, k]) for key in texts if key[0] == version and chance.random() < 0.8}
         drafts = drafted(version, counts) if counts else {}
-        num_failed += isinstance((pool.replies[version] or [None])[-1], Failure)
+        num_failed += isinstance((rig.replies[version] or [None])[-1], Failure)
         for key, draft in drafts.items():
             num_whole += bool(draft.token_ids)
             expected = target_path(texts[key], draft, PARAMS, MODEL)
@@ -418,81 +402,80 @@ def test_whatever_others_do_and_whichever_passes_fail_drafts_are_those_of_a_fres
             )
         for key in chance.sample(sorted(texts), 2 if chance.random() < num_groups / 4 else 0):
             texts[key] += text(12, len(texts[key]))
-        held = [block for prefix in pool.pool.cache.prefixes.values() for block in prefix.block_ids]
-        assert sorted([*held, *pool.pool.cache.free_blocks]) == list(range(1, num_blocks + 1))
-        if chance.random() < 0.1 and worker is DraftPool:
-            pool.pool.leave(version)
-            del pool.replies[version]
-            pool.join(next_version)
+        held = [block for prefix in rig.queue.cache.prefixes.values() for block in prefix.block_ids]
+        assert sorted([*held, *rig.queue.cache.free_blocks]) == list(range(1, num_blocks + 1))
+        if chance.random() < 0.1 and is_shared:
+            rig.queue.leave(version)
+            del rig.replies[version]
+            rig.join(next_version)
             texts |= {(next_version, str(i)): text(chance.randrange(3, 60), next_version + i) for i in range(3)}
             next_version += 1
     assert num_whole > 50
     assert num_failed > 0
-    pool.model.num_left = -1
-    for version in list(pool.replies) * (num_blocks == 1000):
-        pool.run()
+    rig.model.num_left = -1
+    for version in list(rig.replies) * (num_blocks == 1000):
+        rig.run()
         for _ in range(2):
             counts = {key: k for key in texts if key[0] == version}
             drafted(version, counts)
-            pool.run()
+            rig.run()
         assert all(
-            len(draft.token_ids) == k or MODEL.info.eos_token_ids[0] in draft.token_ids
-            for draft in pool.drafts(version)
+            len(draft.token_ids) == k or MODEL.info.eos_token_ids[0] in draft.token_ids for draft in rig.drafts(version)
         )
-    for version in list(pool.replies):
-        pool.pool.leave(version)
-    assert sorted(pool.pool.cache.free_blocks) == list(range(1, num_blocks + 1))
+    for version in list(rig.replies):
+        rig.queue.leave(version)
+    assert sorted(rig.queue.cache.free_blocks) == list(range(1, num_blocks + 1))
 
 
 def test_a_text_that_grew_while_its_pass_ahead_waited_is_computed_whole():
     """Two groups' passes do not fit together, so one waits; its tokens count as cached, and are not."""
-    pool = Pool(run_ahead=True, num_groups=2, max_num_seqs=3)
+    rig = Rig(run_ahead=True, num_groups=2, max_num_seqs=3)
     texts = {name: text(9, seed) for seed, name in enumerate("ab")}
     for version in (1, 2):
-        pool.send(version, [row(tokens, params=PARAMS, name=name) for name, tokens in texts.items()], runs_ahead=True)
+        rig.send(version, [row(tokens, params=PARAMS, name=name) for name, tokens in texts.items()], runs_ahead=True)
     waiting = None
-    while waiting is None and pool.pool.step():
-        waiting = next((v for v, lease in pool.pool._leases.items() if lease.ahead._next_pass is not None), None)
+    while waiting is None and rig.queue.step():
+        waiting = next((v for v, lease in rig.queue._groups.items() if lease.ahead._next_pass is not None), None)
     grown = [
         row([*tokens, *draft.token_ids, *text(12)], params=PARAMS, name=name)
-        for (name, tokens), draft in zip(texts.items(), pool.drafts(waiting), strict=True)
+        for (name, tokens), draft in zip(texts.items(), rig.drafts(waiting), strict=True)
     ]
-    pool.send(waiting, grown, runs_ahead=True)
-    pool.run()
-    assert pool.drafts(waiting) == fresh(*grown)
+    rig.send(waiting, grown, runs_ahead=True)
+    rig.run()
+    assert rig.drafts(waiting) == fresh(*grown)
 
 
 def test_the_group_with_most_of_a_full_cache_makes_room():
     """The other's requests are older, and stay."""
-    pool = Pool(num_blocks=19, num_groups=3)
-    pool.send(1, [row(text(9), 1, name="old")])
-    pool.run()
+    rig = Rig(num_blocks=19, num_groups=3)
+    rig.send(1, [row(text(9), 1, name="old")])
+    rig.run()
     for number in range(3):
-        pool.send(2, [row(text(14, number), 1, name=str(number))])
-        pool.run()
-    pool.send(3, [row(text(17, 9), 1)])
-    pool.run()
-    assert pool.drafts(3) == fresh(row(text(17, 9), 1))
-    assert set(pool.pool.cache.prefixes) == {"1/old", "2/1", "2/2", "3/a"}
+        rig.send(2, [row(text(14, number), 1, name=str(number))])
+        rig.run()
+    rig.send(3, [row(text(17, 9), 1)])
+    rig.run()
+    assert rig.drafts(3) == fresh(row(text(17, 9), 1))
+    assert set(rig.queue.cache.prefixes) == {"1/old", "2/1", "2/2", "3/a"}
 
 
 def test_running_ahead_prepares_the_drafts_of_every_group():
-    pool = Pool(run_ahead=True)
+    rig = Rig(run_ahead=True)
     texts = {version: text(9, version) for version in (1, 2, 3)}
     for _ in range(6):
         for version, tokens in texts.items():
-            pool.send(version, [row(tokens, params=PARAMS)], runs_ahead=True)
-        pool.run()
+            rig.send(version, [row(tokens, params=PARAMS)], runs_ahead=True)
+        rig.run()
         for version, tokens in texts.items():
-            (draft,) = pool.drafts(version)
+            (draft,) = rig.drafts(version)
             tokens = [*tokens, *draft.token_ids]
             texts[version] = [*tokens, *fresh(row(tokens, 1, params=PARAMS))[0].token_ids]  # what the draft expects
     for version in texts:
-        assert pool.replies[version][-1].run_ahead.hits >= 4
+        assert rig.replies[version][-1].run_ahead.hits >= 4
 
 
 def test_the_group_whose_next_proposal_is_due_first_runs_ahead_first():
-    pool = Pool(run_ahead=True, num_groups=2)
+    rig = Rig(run_ahead=True, num_groups=2)
     order = []
 
     def launch(version):
@@ -500,17 +483,9 @@ def test_the_group_whose_next_proposal_is_due_first_runs_ahead_first():
         yield None
 
     for version, due in ((1, 90.0), (2, 50.0)):
-        ahead = pool.pool._leases[version].ahead
+        ahead = rig.queue._join(version).ahead
         ahead._pace._gap_s = due
         ahead._pace._answered = ahead.clock()
         ahead._work = launch(version)
-    pool.run()
+    rig.run()
     assert order == [2, 1]
-
-
-def test_a_request_in_a_shared_cache_is_nobodys_victim_while_it_is_current():
-    cache = SharedCache(MODEL, EngineConfig(num_blocks=4, block_size=4))
-    cache.forget = cache.release
-    assert cache.make_room(row(text(9), 1, name="1/a"), [], {"1/a"})
-    assert not cache.make_room(row(text(9), 1, name="2/a"), [], {"1/a", "2/a"})
-    assert cache.make_room(row(text(9), 1, name="2/a"), [], {"2/a"})

@@ -1,0 +1,187 @@
+"""Listener: where one client of a server may connect, and its newest connection.
+
+A client on the same node connects to a Unix socket, in a folder that only this user may enter. A client on another
+node, or one that has lost its connection, connects by TLS and must present the expected certificate. Handshakes have
+threads of their own and a time limit, so unauthenticated connections cannot delay the client.
+"""
+
+import itertools
+import logging
+import os
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from cluster.protocol.messages import AnyReply, AnyRequest, MalformedMessageError, encode
+from cluster.transport.credentials import make_credentials, tls_context
+from cluster.transport.frames import FrameReader, frame, set_options
+from cluster.transport.link import Endpoint
+from engine.execution.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    from cluster.transport.server import Server
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 2**18
+_SEND_S = 10.0
+_HANDSHAKE_S = 5.0
+MAX_HANDSHAKES = 64
+_PAUSE_AFTER_ERROR_S = 0.01
+
+
+Answer = Callable[[AnyRequest], AnyReply | None]
+"""Returns the reply to a client's request; None if there is none, or it is sent later."""
+
+
+class Listener:
+    """The sockets of one client, which needs the `endpoint`; its methods are for the thread that serves."""
+
+    def __init__(self, server: "Server", client_identity: str, answer: Answer) -> None:
+        """Listen for the only client that is accepted: the holder of this certificate."""
+        credentials = make_credentials()
+        self.answer, self._server, host = answer, server, server.host
+        self._tls = tls_context(credentials, client_identity, is_server=True)
+        self._folder = scratch_folder()
+        self._unix_socket = _listen_on_unix_socket(os.path.join(self._folder.name, "worker.sock"))
+        self._tcp_socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        path = self._unix_socket.getsockname() if self._unix_socket is not None else ""
+        port = self._tcp_socket.getsockname()[1]
+        self.endpoint = Endpoint(server.node_id, path, host, port, credentials.certificate)
+        self._handshakes: dict[Future[None], tuple[int, ssl.SSLSocket]] = {}
+        self._numbers = itertools.count(1)  # of connections, oldest first
+        self._num_refused = 0
+        self._client: socket.socket | None = None
+        self._client_number = 0
+        self._frames = FrameReader()
+        self._selector = server.selector
+        self._selector.register(self._tcp_socket, selectors.EVENT_READ, self._accept_by_tls)
+        if self._unix_socket is not None:
+            self._selector.register(self._unix_socket, selectors.EVENT_READ, self._accept_neighbour)
+
+    def send(self, reply: AnyReply) -> None:
+        """Send a reply to the client; it is dropped if the client has left."""
+        if self._client is None:
+            return
+        data = frame(encode(reply))
+        try:
+            with suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                data = data[self._client.send(data) :]
+            if data:  # the rest did not fit into the socket's buffer
+                self._client.settimeout(_SEND_S)
+                self._client.sendall(data)
+                self._client.setblocking(False)
+        except OSError as error:
+            self._drop_client(f"a reply could not be sent: {error}")
+
+    def end_handshakes(self) -> None:
+        """Accept the client if it has proved itself, and close connections that have not."""
+        for handshake in [handshake for handshake in self._handshakes if handshake.done()]:
+            if (error := handshake.exception()) is not None:
+                self._refuse(handshake, str(error))
+            else:
+                self._take_client(*self._handshakes.pop(handshake))
+
+    def close(self, reason: str) -> None:
+        """Close all sockets."""
+        self._drop_client(reason)
+        self._remove_unix_socket()
+        for handshake in list(self._handshakes):
+            self._refuse(handshake, reason)
+        self._selector.unregister(self._tcp_socket)
+        self._tcp_socket.close()
+
+    def _read(self) -> None:
+        """Read until a message is complete; the selector reports any bytes left over again."""
+        if self._client is None:  # an earlier event dropped it
+            return
+        try:
+            while data := self._client.recv(_READ_BYTES):
+                if payloads := self._frames.feed(data):
+                    self._server.payloads += [(self, payload) for payload in payloads]
+                    return
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return
+        except (MalformedMessageError, OSError) as error:
+            self._drop_client(str(error))
+        else:
+            self._drop_client("it closed the connection")
+
+    def _accept_neighbour(self) -> None:
+        assert self._unix_socket is not None
+        self._take_client(next(self._numbers), self._unix_socket.accept()[0])
+
+    def _accept_by_tls(self) -> None:
+        """Begin a handshake; if too many are under way, the oldest makes room."""
+        try:
+            connection = self._tcp_socket.accept()[0]
+            connection.settimeout(_HANDSHAKE_S)
+            # A handshake in wrap_socket would take a peer that has already left for an authenticated one.
+            client = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:  # such as no file descriptor left
+            self._log_refusal(str(error))
+            time.sleep(_PAUSE_AFTER_ERROR_S)
+            return
+        if len(self._handshakes) == MAX_HANDSHAKES:
+            self._refuse(next(iter(self._handshakes)), "too many newer connections are waiting")
+        handshake = self._server.threads.submit(client.do_handshake)
+        self._handshakes[handshake] = next(self._numbers), client
+        handshake.add_done_callback(lambda _: self._server.wake())
+
+    def _refuse(self, handshake: Future[None], reason: str) -> None:
+        _, connection = self._handshakes.pop(handshake)
+        with suppress(OSError):  # the peer has left
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # which ends the handshake
+        handshake.add_done_callback(lambda _: connection.close())
+        self._log_refusal(reason)
+
+    def _log_refusal(self, reason: str) -> None:
+        self._num_refused += 1
+        # Only the first one is a warning, or a port scan would fill the log.
+        level = logging.WARNING if self._num_refused == 1 else logging.DEBUG
+        logger.log(level, "Refused connection %d: %s", self._num_refused, reason)
+
+    def _take_client(self, number: int, client: socket.socket) -> None:
+        self._remove_unix_socket()
+        if number < self._client_number:
+            client.close()  # its handshake took so long that the client has connected again since
+            return
+        self._drop_client("it has connected again")
+        client.setblocking(False)
+        set_options(client)
+        self._client, self._client_number = client, number
+        self._selector.register(client, selectors.EVENT_READ, self._read)
+
+    def _drop_client(self, reason: str) -> None:
+        if self._client is None:
+            return
+        logger.debug("Closed the client's connection: %s", reason)
+        self._selector.unregister(self._client)
+        self._client.close()
+        self._client = None
+        self._frames = FrameReader()
+
+    def _remove_unix_socket(self) -> None:
+        """Remove the Unix socket and its folder, which would stay behind for a while if the worker were killed."""
+        if self._unix_socket is not None:
+            self._selector.unregister(self._unix_socket)
+            self._unix_socket.close()
+            self._unix_socket = None
+        self._folder.cleanup()
+
+
+def _listen_on_unix_socket(path: str) -> socket.socket | None:
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(path)
+        listening.listen()
+    except OSError as error:  # such as a path longer than the system allows
+        logger.warning("No Unix socket at %s, clients on this node connect by TLS: %s", path, error)
+        listening.close()
+        return None
+    return listening

@@ -1,0 +1,230 @@
+"""DraftWorker: holds the draft model once, and drafts for the Routers that lease it: one, or several.
+
+Each lease has a listener of its own, which one client may connect to. One thread computes and waits on all sockets.
+"""
+
+import functools
+import logging
+import math
+import threading
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cluster.config import GroupConfig
+from cluster.protocol.messages import AnyRequest
+from cluster.transport import Endpoint, Listener, Server
+from cluster.workers.actors import Worker, importing
+from engine.config import ModelInfo
+from engine.errors import TargetError
+from engine.execution.memory import CacheSize, plan_cache
+
+if TYPE_CHECKING:
+    from cluster.workers.draft_queue import DraftQueue
+    from engine.drafting.model.feature_store import FeatureStore
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+"""A lease ends after a silence of so many seconds: its Router sends at least a ping each second."""
+_USED_S = 5.0
+"""Utilisation forgets with this time constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A Router's use of one draft worker; it ends when the Router has been silent for a while.
+
+    Attributes:
+        worker: names the worker's process.
+        version: of the lease; the worker ignores messages of another.
+    """
+
+    worker: str
+    version: int
+    endpoint: Endpoint
+    info: ModelInfo
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A lease as the worker keeps it: its client, its most rows, and when that was last heard."""
+
+    lease: Lease
+    identity: str
+    listener: Listener
+    num_rows: int
+    heard: float
+    is_ended: bool = False
+
+
+class DraftWorker(Worker):
+    """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client.
+
+    `load` and `serve` block, `serve` in a thread of its own; everything else may be called from other threads.
+    """
+
+    def __init__(
+        self, config: GroupConfig, name: str, *, max_groups: int = 1, node: tuple[str, str] | None = None
+    ) -> None:
+        """Make a worker of this name for the groups with these settings, at most so many in one pass."""
+        engine = config.engine
+        if max_groups > 1:
+            num_states = engine.num_states or 2 * engine.max_num_seqs + 4
+            engine = replace(engine, max_num_seqs=max_groups * engine.max_num_seqs, num_states=num_states)
+        super().__init__(engine, node)
+        self._config, self._name, self._max_groups = config, name, max_groups
+        self._queue: DraftQueue
+        self._features: FeatureStore
+        self._feature_server: Server | None = None
+        self._leases: dict[int, _Held] = {}
+        self._num_leases = 0
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._used = self._noted = 0.0
+        self._working_since: float | None = None
+
+    def load(self, cache: CacheSize | None = None) -> ModelInfo:
+        """Load the draft with its planned cache, or one of all memory of its device.
+
+        Raises ModelError if it cannot be served. Ids beyond the target's vocabulary are never drafted.
+        """
+        with importing():
+            from cluster.workers.draft_queue import DraftQueue
+            from engine.drafting.assembly import assemble
+            from engine.drafting.model.feature_store import FeatureStore
+
+        config = self._config
+        assert config.draft is not None, "every method of a draft worker loads a model"
+        if cache is None:
+            surveyed = self.survey(config.draft)
+            cache = plan_cache(surveyed.free_bytes, [surveyed.footprint], self._engine, device=surveyed.device)
+        self._engine, self._features = replace(self._engine, **cache._asdict()), FeatureStore()
+        source, target = self._open(config.draft), self._open(config.target)
+        assembly = assemble(target, source, self._engine)
+        draft = assembly.load_draft(run_ahead=config.run_ahead == "on", features=self._features)
+        self._backend = draft.backend
+        self._queue = DraftQueue(
+            draft, self._engine, capacity=4 * config.engine.max_num_seqs, is_shared=self._max_groups > 1
+        )
+        self._backend.warm_up()
+        return self._backend.info
+
+    def lease(self, identity: str, num_rows: int) -> Lease:
+        """Lease this worker to the client with this identity, or go on with its lease.
+
+        There is room if each lease can have a context of full length, and each row a block. Raises TargetError if
+        there is none for `num_rows` beside other leases.
+        """
+        assert self._backend is not None, "load comes first"
+        info, engine = self._backend.info, self._engine
+        assert engine.num_blocks is not None
+        length = min(info.max_model_len, engine.max_model_len or info.max_model_len) + engine.num_speculative_tokens
+        blocks_per_context = -(-length // engine.block_size)
+        with self._lock:
+            if self._is_closing:
+                raise TargetError(f"draft worker {self._name} ends")
+            leased = self._leased
+            if (held := next((held for held in leased if held.identity == identity), None)) is not None:
+                held.heard = time.monotonic()
+                return held.lease
+            needed = sum(blocks_per_context + count for count in (*(held.num_rows for held in leased), num_rows))
+            if leased and needed > engine.num_blocks:
+                needs = f"{len(leased)} leases and one of {num_rows} rows need {needed}"
+                raise TargetError(f"draft worker {self._name} has {engine.num_blocks} KV blocks; {needs}")
+            self._num_leases += 1
+            version = self._num_leases
+            listener = self._server.listen(identity, functools.partial(self._answer, version))
+            lease = Lease(self._name, version, listener.endpoint, info)
+            self._leases[version] = _Held(lease, identity, listener, num_rows, time.monotonic())
+        return lease
+
+    def end_one(self) -> None:
+        """End the latest lease, so that its Router takes another, which may be of a worker with fewer."""
+        with self._lock:
+            for held in self._leased[-1:]:
+                held.is_ended = True
+        self._server.wake()
+
+    @property
+    def num_leases(self) -> int:
+        """How many Routers use this worker."""
+        with self._lock:
+            return len(self._leased)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of time in which this worker drafted lately, from 0 to 1."""
+        return self._used * math.exp((self._noted - time.monotonic()) / _USED_S)
+
+    @property
+    def num_proposals(self) -> int:
+        """How many proposals were drafted since the start."""
+        return self._queue.num_proposals
+
+    @property
+    def num_passes(self) -> int:
+        """In how many batches of proposals that was."""
+        return self._queue.num_batches
+
+    def check(self) -> None:
+        """Raise TargetError if a pass of the model hangs."""
+        since, limit_s = self._working_since, self._config.hang_timeout_s
+        if since is not None and time.monotonic() - since > limit_s:
+            raise TargetError(f"draft worker {self._name} computes for longer than {limit_s:g} s")
+
+    def receive_features(self, lease: Lease, identity: str) -> Endpoint:
+        """Accept a lease's features from the target's rank 0 with this identity from now on, and no earlier ones."""
+        from cluster.workers.features import receiver
+
+        if self._feature_server is not None:
+            self._feature_server.close()
+        self._feature_server = server = Server(self._host, self._node_id)
+        listener = server.listen(identity, receiver(self._features, f"{lease.version}/"))
+        threading.Thread(target=server.serve, name="features", daemon=True).start()
+        return listener.endpoint
+
+    def serve(self) -> None:
+        """Draft until `close`; an error that ends it is raised, and ends all leases."""
+        assert self._backend is not None, "load comes first"
+        self._backend.enter_thread()
+        try:
+            self._server.serve(self._work)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End all leases, and make `serve` return."""
+        self._is_closing = True
+        self._server.close()
+
+    @property
+    def _leased(self) -> list[_Held]:
+        since = time.monotonic() - LEASE_S
+        return [held for held in list(self._leases.values()) if held.heard > since and not held.is_ended]
+
+    def _answer(self, version: int, request: AnyRequest) -> None:
+        """Take the request of a lease, which is answered by `_work`."""
+        held = self._leases[version]
+        held.heard = time.monotonic()
+        self._queue.submit(version, request, held.listener.send)
+
+    def _work(self) -> bool:
+        self._working_since = started = time.monotonic()
+        self._forget_ended()
+        is_working = self._queue.step()
+        now = time.monotonic()
+        self._used, self._noted = self.utilisation + 1 - math.exp((started - now) / _USED_S), now
+        self._working_since = None
+        return is_working
+
+    def _forget_ended(self) -> None:
+        if len(leased := self._leased) == len(self._leases):
+            return
+        with self._lock:
+            for version, held in list(self._leases.items()):
+                if held not in leased:
+                    logger.info("Lease %d ended", version)
+                    del self._leases[version]
+                    self._queue.leave(version)
+                    self._server.forget(held.listener)

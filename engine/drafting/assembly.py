@@ -1,0 +1,101 @@
+"""Assembly: a target and its draft, checked together and then loaded: both by a script, one of them by a worker."""
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from engine.config import EngineConfig
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_store import FeatureStore
+from engine.drafting.model.translated import translated
+from engine.drafting.registry import Method, method_of
+from engine.execution.registry import make_backend
+from engine.heads.registry import load_head, load_target
+from engine.models.causal_lm import Shard
+from engine.models.first_layers import check_self_draft
+from engine.models.loader import check_module
+from engine.models.shards import plan_of
+from engine.models.source import ModelSource, shared_tokens
+from engine.sampling.grammar import Grammars
+from engine.verification.rule import rule_of
+from engine.verification.verifier import ModelVerifier
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Models that go together, with settled settings; `assemble` makes it.
+
+    Attributes:
+        shared_ids: the draft's id of each of the target's tokens that it has; None if all ids are the same.
+    """
+
+    target: ModelSource
+    draft: ModelSource | None
+    engine: EngineConfig
+    shared_ids: dict[int, int] | None
+
+    @property
+    def method(self) -> Method:
+        """How drafts are made, and where."""
+        return method_of(self.engine.drafting)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammars over the target's tokens."""
+        return Grammars(self.target, vocab_size=self.target.vocab_size, eos_token_ids=self.target.eos_token_ids)
+
+    def load_verifier(self, shard: Shard | None = None) -> ModelVerifier:
+        """Load the target or a rank's shard of it, to be warmed up, or raise ModelError."""
+        method, engine = self.method, self.engine
+        model = load_target(self.target, shard, keeps_kv=not method.reads_features)
+        backend = make_backend(model, self.target, engine, branches=method.branches(engine))
+        verifier = ModelVerifier(backend, engine, self.grammars, method.make_in_target)
+        logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
+        if backend.info.state_chunk:
+            logger.info("%d state slots", engine.num_states)
+        return verifier
+
+    def load_draft(self, *, run_ahead: bool = False, features: FeatureStore | None = None) -> DraftModel:
+        """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted.
+
+        Args:
+            run_ahead: whether it will draft before the verdict is known.
+            features: the target's, as they arrive; only a head reads them.
+        """
+        assert self.draft is not None, "the method drafts with a model"
+        method, engine = self.method, self.engine
+        model, branches = load_target(self.draft), method.branches(engine, run_ahead=run_ahead)
+        invariant = rule_of(engine.verification).needs_invariant_draft
+        backend = make_backend(model, self.draft, engine, invariant=invariant, branches=branches)
+        backend = translated(backend, self.target, self.draft, self.shared_ids)
+        features = features if method.reads_features else None
+        return DraftModel(backend, self.target.vocab_size, self.grammars, run_ahead, features)
+
+
+def assemble(target: ModelSource, draft: ModelSource | None, engine: EngineConfig) -> Assembly:
+    """Return a pair to be loaded, given its settled settings; the draft is None where this process loads none.
+
+    Raises:
+        ModelError: there is no such model, or a setting does not fit it.
+        ModelMismatchError: the two have less than half of the draft's tokens in common.
+    """
+    check_self_draft(engine, target)
+    target.check_length(engine.max_model_len)
+    return Assembly(target, draft, engine, None if draft is None else shared_tokens(target, draft))
+
+
+def check_files(target: ModelSource, draft: ModelSource | None, world_size: int) -> None:
+    """Raise ModelError if a pair and its head cannot be loaded, or do not fit; of weights, only headers are read."""
+    for source in filter(None, (target, draft)):
+        module = check_module(source)
+        if source.head is not None:
+            load_head(source.head, source, module, torch.device("meta"), torch.float32, 0)
+        _ = source.eos_token_ids, source.tokenizer
+    if draft is not None:
+        shared_tokens(target, draft)
+    if world_size > 1:
+        plan_of(target, world_size)

@@ -1,0 +1,165 @@
+"""Settles a pair's settings once, where a process starts: which method drafts, and which models it loads.
+
+The answer travels: the `drafting` of settled settings names the method, so nothing downstream decides again.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.config import EngineConfig, ModelConfig, PairConfig
+from engine.drafting.registry import METHODS, Method, method_of
+from engine.errors import ConfigError, ModelError, ModelMismatchError
+from engine.heads.config import BLOCK_KINDS, kind_of, verifier_of
+from engine.models.registry import open_model
+from engine.models.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+_HEAD_METHODS = [name for name, method in METHODS.items() if method.drafts_with == "head"]
+
+
+class Settled(NamedTuple):
+    """The outcome of a pair's settings: the models to load, and the engine's settings.
+
+    Attributes:
+        target: with the head that drafts in its process, if there is one.
+        draft: None if the method loads no draft model.
+        engine: its `drafting` names the method, "none" where nothing may be drafted.
+    """
+
+    target: ModelConfig
+    draft: ModelConfig | None
+    engine: EngineConfig
+
+    @property
+    def method(self) -> Method:
+        """How drafts are made, and where."""
+        return method_of(self.engine.drafting)
+
+
+def settle(pair: PairConfig) -> Settled:
+    """Return the target with its head, the draft model to load, if any, and the engine's settings.
+
+    Whether the draft model is a trained head is known by its config.json; where that is not, `drafting` has to say it.
+    If the method makes no drafts, they have k = 0. If none are wanted, speculation is off, so that not even predictions
+    are drafted from.
+
+    Raises:
+        ConfigError: two settings do not fit each other.
+    """
+    draft, model = pair.draft, f"draft_model is {pair.draft_model!r}"
+    settings = _settings_of(draft)
+    has_head = kind_of(settings) is not None
+    if has_head and pair.drafting == "auto":
+        pair = replace(pair, drafting="head")
+    name = choose_method(pair.engine, has_draft_model=draft is not None)
+    # A head is checked even if nothing is drafted, and its target taken.
+    drafting, wanted, method = pair.drafting, method_of(pair.drafting), method_of(name)
+    needs_head = wanted.drafts_with == "head"
+    if needs_head and (draft is None or (settings and not has_head)):
+        raise ConfigError(f"drafting is {drafting!r}, but {model}, which is no trained head")
+    if has_head and not needs_head and method.runs_in == "draft":
+        raise ConfigError(f"{model}, which is a trained head, but drafting is {drafting!r}, which needs a whole model")
+    if method.runs_in == "target" and not needs_head and pair.draft_model not in ("auto", "none"):
+        raise ConfigError(f"{model}, but drafting is {drafting!r}, which uses none")
+    if has_head or needs_head:
+        if pair.draft_quantization != "none":
+            raise ConfigError(f"draft_quantization is {pair.draft_quantization}, but the draft is a trained head")
+        if pair.target_model == "auto":
+            if (target_model := verifier_of(settings)) is None:
+                problem = "do not name its target" if settings else "are not here (`paceline pull` downloads them)"
+                raise ConfigError(f"{model}, a trained head whose files {problem}; set target_model")
+            pair = replace(pair, target_model=target_model)
+    target = pair.target
+    if head := {"head": draft, "target_head": target}.get(method.drafts_with or ""):
+        target = replace(target, head="@".join(filter(None, (head.path, head.revision))))
+    engine = replace(
+        pair.engine,
+        drafting=name,
+        num_speculative_tokens=pair.num_speculative_tokens if method.proposes else 0,
+        speculation=pair.speculation if pair.num_speculative_tokens else "off",
+    )
+    if method.reads_features:
+        draft = replace(target, head_only=True)
+    return Settled(target, draft if method.runs_in == "draft" else None, engine)
+
+
+def choose_method(config: EngineConfig, *, has_draft_model: bool) -> str:
+    """Return the name of the method that `config.drafting` asks for, "none" if nothing may be drafted.
+
+    "auto" is "model" if there is a draft model, else "suffix".
+
+    Raises:
+        ConfigError: the method needs a draft model, and there is none; or two settings do not fit each other.
+    """
+    drafting = config.drafting
+    name = drafting if drafting != "auto" else "model" if has_draft_model else "suffix"
+    method = method_of(name)
+    if config.tree_width is not None and not method.drafts_trees:
+        raise ConfigError(f"tree_width is {config.tree_width}, but drafting is {drafting!r}, which drafts no trees")
+    drafts_with_layers = method.drafts_with == "target_layers"
+    if drafts_with_layers and config.self_draft_layers is None:
+        raise ConfigError(f"drafting is {name!r}, which needs self_draft_layers")
+    if not drafts_with_layers and config.self_draft_layers is not None:
+        problem = f"drafting is {drafting!r}, which does not draft with the target's layers"
+        raise ConfigError(f"self_draft_layers is set, but {problem}")
+    if not config.max_draft_tokens:
+        return "none"
+    if method.runs_in == "draft" and not has_draft_model:
+        raise ConfigError(f"drafting is {name!r}, which needs a draft_model, and there is none")
+    if ":" in config.verification:
+        from engine.verification.rule import rule_of
+
+        rule_of(config.verification)  # here, so that a wrong path is an error of the start
+    elif method.proposes and config.verification not in method.rules:
+        rules = " or ".join(method.rules)
+        raise ConfigError(f"verification is {config.verification!r}, but drafting is {name!r}, which allows {rules}")
+    return name
+
+
+def check_run_ahead(engine: EngineConfig, run_ahead: str) -> None:
+    """Raise ConfigError if `run_ahead` is "on" but the settled method cannot draft before the verdict is known."""
+    method = method_of(engine.drafting)
+    if run_ahead == "on" and method.proposes and engine.verification not in method.runs_ahead:
+        methods = f"drafting is {engine.drafting!r} and verification {engine.verification!r}"
+        raise ConfigError(f"run_ahead is on, but {methods}: then drafts are made only after the verdict is known")
+
+
+def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) -> None:
+    """Check that target and draft are of one kind, and that models of this kind can draft so.
+
+    A warning tells if a head was trained for another target; one of the right sizes is served.
+
+    Raises:
+        ModelMismatchError: they are of different kinds.
+        ModelError: there is no such model, or the method does not fit.
+    """
+    if (head := target.head) is not None:
+        target.refuse("heads")
+        if kind_of(head.settings) in BLOCK_KINDS and (method.drafts_trees or method.reads_features):
+            raise ModelError(f"the head {head.path} drafts blocks, as only drafting=head can")
+        verifier = PairConfig(target_model=verifier_of(head.settings) or target.path).target.path
+        if Path(verifier).name != Path(target.path).name:
+            logger.warning("the head %s was trained for %s; the target is %s", head.path, verifier, target.path)
+    elif draft is not None and kind_of(draft.settings):
+        raise ModelError(f"{draft.path} is a trained head; drafting must be {', '.join(_HEAD_METHODS)}")
+    elif draft is not None and draft.kind.name != target.kind.name:
+        kinds = f"the target {target.path} is {target.kind.name}, the draft {draft.path} is {draft.kind.name}"
+        raise ModelMismatchError(f"{kinds}; both must be of the same kind")
+    if method.drafts_trees:
+        target.refuse("trees")
+        if draft is not None and method.runs_in == "draft":
+            draft.refuse_to_draft("trees")
+    if method.runs_in == "target":
+        target.refuse("self-drafts")
+
+
+def _settings_of(model: ModelConfig | None) -> Mapping[str, Any]:
+    """Return a model's config.json; empty if it is not on this machine."""
+    try:
+        return {} if model is None else open_model(model).settings
+    except ModelError:
+        return {}

@@ -1,0 +1,287 @@
+"""What a client sees depends on no draft, rule, schedule or loss: every method and head, compared with plain decoding.
+
+A method gets its cells by its line in `METHODS`, a kind of head by its line in `HEADS`. By rules that share no noise,
+only greedy texts are the same; that drawn ones have the target's law is shown elsewhere (`test_exactness`).
+"""
+
+import functools
+import itertools
+import random
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import METHODS
+from engine.heads.registry import HEADS
+from engine.protocols import NO_DRAFT
+from engine.verification.rule import RULES
+from tests.engine.heads.cold_starts import KINDS, SPOILED, backend_of_kind
+from tests.engine.running import make_engine
+from tests.engine.targets import OrderedTarget, alternating
+from tests.engine.test_exactness import varied_requests
+from tests.engine.test_features import Output
+from tests.engine.test_features import requests as feature_requests
+from tests.engine.tiny import backend_of
+from tests.engine.tokenizers import json_tokenizer
+from tests.fakes import ConstantDrafter, InterruptedDrafter, TreeDrafter
+
+K = 8
+FAKES = {"random trees": TreeDrafter(range(2, 20)), "always wrong": ConstantDrafter(0)}
+SCHEDULES = {
+    "plain": {},
+    "chunked": {"max_num_batched_tokens": 40, "max_num_seqs": 8},
+    "preempted": {"num_blocks": 45, "block_size": 4, "max_num_seqs": 8},
+    "unshared": {"enable_prefix_caching": False},
+    "adaptive": {"speculation": "adaptive", "max_num_seqs": 4},
+    "two cohorts": {"num_blocks": 90, "block_size": 4, "max_num_seqs": 12},
+    "two keys": {"block_size": 4, "max_num_seqs": 8},
+}
+LOSSES = ("nothing", "the draft dies", "the draft hangs", "the target resets", "the engine dies")
+
+
+class Contender(NamedTuple):
+    """A method with the head that it drafts with, if any, and whether it runs ahead."""
+
+    method: str
+    head: str = ""
+    runs_ahead: bool = False
+
+    def __str__(self):
+        return " ".join(filter(None, (self.method, self.head, "ahead" * self.runs_ahead)))
+
+
+class Cell(NamedTuple):
+    """One test."""
+
+    contender: Contender
+    rule: str
+    schedule: str
+    loss: str
+
+    def __str__(self):
+        return ", ".join(map(str, self))
+
+
+def contenders():
+    """Every method with each head that it takes, and ahead where it runs ahead, with its rules."""
+    for name, method in METHODS.items():
+        heads = [""]
+        if method.reads_features:
+            continue  # features arrive from another process: tests/cluster/test_heads.py
+        if method.make_in_target and name != "self":
+            kinds = ["mtp"] if name == "mtp" else KINDS
+            heads = [kind for kind in kinds if not (method.drafts_trees and HEADS[KINDS[kind]().kind].drafts_blocks)]
+        for head in heads:
+            yield Contender(name, head), method.rules
+        if method.runs_ahead:
+            yield Contender(name, runs_ahead=True), method.runs_ahead
+    for name in FAKES:
+        yield Contender(name), ("coupled",)
+    for kind, spoiled in itertools.product(KINDS, SPOILED):
+        yield Contender("head", f"{kind}, {spoiled}"), ("coupled",)
+
+
+def cells():
+    """Return every schedule for rules that share noise, and one for the others; losses change from cell to cell."""
+    nth, found = itertools.count(), []
+    for contender, rules in contenders():
+        for rule in rules:
+            schedules = [*SCHEDULES]
+            if not RULES[rule].shares_noise or contender.head.endswith(tuple(SPOILED)):
+                schedules = [schedules[next(nth) % len(schedules)]]
+            for schedule in schedules:
+                found.append(Cell(contender, rule, schedule, LOSSES[next(nth) % len(LOSSES)]))
+    return found
+
+
+class LosableDrafter:
+    """Has no drafts in every third round: its drafter has died and another begins with nothing, or answers too late."""
+
+    def __init__(self, make, loss):
+        self.make, self.loss = make, loss
+        self.drafter, self.num_rounds = make(), 0
+
+    async def propose(self, rows):
+        self.num_rounds += 1
+        is_lost = self.num_rounds % 3 == 0
+        if is_lost and self.loss == "the draft dies":
+            self.drafter = self.make()
+            return [NO_DRAFT] * len(rows)
+        drafts = await self.drafter.propose(rows)
+        return [NO_DRAFT] * len(rows) if is_lost and self.loss == "the draft hangs" else drafts
+
+    def release(self, request_id):
+        self.drafter.release(request_id)
+
+
+def erratic_clock():
+    """Return a clock by which every draft length looks best for a while."""
+    chance, now = random.Random(0), 0.0
+
+    def clock():
+        nonlocal now
+        now += chance.choice([0.1, 1.0, 5.0])
+        return now
+
+    return clock
+
+
+@pytest.fixture(scope="module")
+def backends(target, target_path):
+    """Returns the target, or the target with a head."""
+
+    @functools.cache
+    def backend(head):
+        if not head:
+            return target
+        return (
+            backend_of_kind(target_path, head) if head in KINDS else backend_of_kind(target_path, *head.rsplit(", ", 1))
+        )
+
+    return backend
+
+
+@pytest.fixture(scope="module")
+def nearly(target_path):
+    """A draft that agrees with the target about half of the time."""
+    backend = backend_of(target_path)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in backend.model.module.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def start(backends, nearly, make_grammars):
+    """Makes the engine of a cell."""
+
+    def start(cell, **settings):
+        contender = cell.contender
+        settings = {"num_speculative_tokens": K, "verification": cell.rule} | SCHEDULES[cell.schedule] | settings
+        method = METHODS.get(contender.method)
+        if method is not None:
+            settings |= {"drafting": contender.method} | (
+                {"self_draft_layers": 1} if contender.method == "self" else {}
+            )
+
+        def make(config):
+            if method is None:
+                return FAKES[contender.method]
+            loads = method.runs_in == "draft"
+            model = DraftModel(nearly, grammars=make_grammars(), run_ahead=contender.runs_ahead) if loads else None
+            drafter = method.make(config, model)
+            return method.drafter_of_engine(config, InterruptedDrafter(drafter) if contender.runs_ahead else drafter)
+
+        engine = make_engine(
+            backends(contender.head),
+            lambda config: LosableDrafter(lambda: make(config), cell.loss),
+            tokenizer=json_tokenizer(),
+            grammars=make_grammars(),
+            clock=erratic_clock(),
+            **settings,
+        )
+        return alternating(engine) if cell.schedule == "two cohorts" else engine
+
+    return start
+
+
+def caches(engine):
+    kv = (engine.verifier if hasattr(engine.verifier, "kv") else engine.verifier.verifier).kv
+    return [*kv.keys, *kv.values]
+
+
+def reset(engine):
+    """Do as a target that is started again: whatever it held is lost."""
+    for cache in caches(engine):
+        cache.fill_(7.0)
+    if isinstance(engine.verifier, OrderedTarget):
+        engine.verifier.restart()
+    engine.reset()
+
+
+def add(engine, name, request, cell, output_token_ids=(), predicted=()):
+    prompt, params = request
+    key = "ab"[int(name) % 2] if cell.schedule == "two keys" else ""
+    engine.add(
+        name,
+        prompt,
+        params,
+        cache_salt=key or None,
+        owner=key,
+        output_token_ids=output_token_ids,
+        predicted_token_ids=predicted,
+    )
+
+
+async def written(start, cell, requests, predicted):
+    """Generate everything; return the last engine, and each request's output."""
+    engine = start(cell)
+    rounds = {name: [] for name in requests}
+    for name, request in requests.items():
+        add(engine, name, request, cell, predicted=predicted.get(name, ()))
+    for number in itertools.count(1):
+        if not engine.has_work:
+            break
+        for output in await engine.step():
+            rounds[output.request_id].append(output)
+        if cell.loss == "the target resets" and number % 5 == 0:
+            reset(engine)
+        if cell.loss == "the engine dies" and number == 9:
+            if isinstance(engine.verifier, OrderedTarget):
+                engine.verifier.restart()
+            engine = start(cell)
+            for name, request in requests.items():
+                if not rounds[name] or rounds[name][-1].finish_reason is None:
+                    add(engine, name, request, cell, Output(rounds[name]).token_ids if rounds[name] else ())
+        if cell.schedule == "unshared":
+            for cache in caches(engine):
+                cache[list(engine.scheduler.pool._free)] = 50.0
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    return engine, {name: Output(outputs) for name, outputs in rounds.items()}
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """Every sampling parameter, grammar and kind of stop, at temperatures of 0, 0.7, 0.8 and 1."""
+    every = varied_requests(9) + feature_requests((0.0, 0.8))[::3]
+    return {
+        str(nth): (prompt, replace(params, traces_rounds=nth % 2 > 0)) for nth, (prompt, params) in enumerate(every)
+    }
+
+
+@pytest.fixture(scope="module")
+async def plain(target, make_grammars, requests):
+    def start(_):
+        return make_engine(target, tokenizer=json_tokenizer(), grammars=make_grammars(), num_speculative_tokens=0)
+
+    _, outputs = await written(start, Cell(Contender("none"), "coupled", "plain", "nothing"), requests, {})
+    assert sum(len(output.token_ids) < 12 for output in outputs.values()) > 5, "some end early"
+    return outputs
+
+
+@pytest.mark.parametrize("cell", cells(), ids=str)
+async def test_nothing_changes_what_a_client_sees(cell, start, requests, plain):
+    if not RULES[cell.rule].shares_noise:
+        requests = {name: request for name, request in requests.items() if request[1].temperature == 0}
+    # Some predict their text, and every second token of it is right.
+    predicted = {
+        name: [token ^ (nth % 2) for nth, token in enumerate(plain[name].token_ids)] for name in [*requests][::5]
+    }
+    engine, outputs = await written(start, cell, requests, predicted)
+    for name, output in outputs.items():
+        output.check_equal(plain[name])
+    if cell.loss != "the engine dies":
+        is_good = cell.contender.method not in ("none", *FAKES) and not cell.contender.head.endswith(tuple(SPOILED))
+        assert (engine.stats.num_preemptions > 0) or cell.schedule != "preempted"
+        assert engine.stats.num_draft_tokens > engine.stats.num_accepted_tokens > 0 or not is_good
+
+
+def test_every_kind_of_head_has_its_cells():
+    assert {make().kind for make in KINDS.values()} == set(HEADS)
+    assert {cell.contender.method for cell in cells()} > {
+        name for name in METHODS if name not in ("none", "head_worker")
+    }

@@ -96,7 +96,7 @@ class EagerBackend:
     def beside(self, part: Part, kv: KVTensors) -> tuple[Backend, KVTensors]:
         """Return a part of this model; see `Backend.beside`."""
         model = part(self.model)
-        return EagerBackend(model), kv.first_layers(model.num_cached_layers, len(model.state_shapes))
+        return EagerBackend(model), kv.first_layers(model.num_cached_layers, model.num_slot_layers)
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Do nothing: eager passes need no preparation."""

@@ -111,7 +111,7 @@ class CpuBackend(EagerBackend):
         model = part(self.model)
         other = CpuBackend(model, self._source, whole=self, part=part)
         self._beside.append(other)
-        seen_kv = kv.first_layers(model.num_cached_layers, len(model.state_shapes))
+        seen_kv = kv.first_layers(model.num_cached_layers, model.num_slot_layers)
         other._newest_kv = weakref.ref(seen_kv)
         return other, seen_kv
 

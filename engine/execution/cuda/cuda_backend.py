@@ -135,7 +135,7 @@ class CudaBackend(EagerBackend):
         model, recorder = part(self.model), self._recorder
         other = CudaBackend(model, self._config, self._engine, invariant=self._is_invariant, recorder=recorder)
         self._beside.append(other)
-        seen_kv = kv.first_layers(model.num_cached_layers, len(model.state_shapes))
+        seen_kv = kv.first_layers(model.num_cached_layers, model.num_slot_layers)
         assert isinstance(seen_kv, GraphedKV)
         seen_kv.graphs = None
         other._caches.add(seen_kv)

@@ -19,7 +19,19 @@ from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY
 from tests.deployments.templates import HERMES, THINKING
 
-SHOWN = ("text", "content", "arguments", "delta", "texts", "name", "token_ids", "token")
+SHOWN = [
+    "text",
+    "content",
+    "reasoning_content",
+    "arguments",
+    "partial_json",
+    "delta",
+    "texts",
+    "name",
+    "token_ids",
+    "token",
+]
+KEPT = ["id", "created", "finish_reason", "call_id", "item_id"]
 NOTHING, ANY = {"type": "object", "properties": {}}, {"type": "any"}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NOTHING}}]
 MESSAGES = [{"role": "user", "content": "abc"}]
@@ -72,20 +84,9 @@ def texts(events: list[tuple[str, str]]) -> dict[str, str]:
         elif isinstance(node, list):
             for entry in node:
                 walk(entry, path)
-        elif path.rpartition(".")[2] in (
-            "text",
-            "content",
-            "reasoning_content",
-            "arguments",
-            "partial_json",
-            "delta",
-            "texts",
-            "name",
-            "token_ids",
-            "token",
-        ):
+        elif (name := path.rpartition(".")[2]) in SHOWN:
             found[path] = found.get(path, "") + str(node)
-        elif node is not None and path.rpartition(".")[2] in ("id", "created", "finish_reason", "call_id", "item_id"):
+        elif node is not None and name in KEPT:
             found[path] = str(node)
 
     for data, _ in events:

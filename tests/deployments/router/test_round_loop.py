@@ -13,6 +13,7 @@ from engine.errors import QueueFullError, RequestError, TargetError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, RequestOutput, Verdict, VerifyRow
 from tests.deployments.fakes import Rig, generation, rounds_of
 from tests.engine.targets import SlowDrafter, alternate
+from tests.fakes import Clock
 
 
 async def tokens(loop: RoundLoop, request: Generation) -> list[int]:
@@ -44,14 +45,13 @@ async def test_a_request_that_another_router_began_gets_the_rest_of_its_tokens(r
 async def test_a_rounds_time_is_split_between_its_workers_and_the_router(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr("deployments.router.round_loop.time.perf_counter", lambda: now)
+    clock = Clock()
+    monkeypatch.setattr("deployments.router.round_loop.time.perf_counter", clock)
     verify, take_outputs = rig.verifier.verify, rig.engine.take_outputs
 
     def pass_time(seconds: float, calls: Calls) -> None:
         """A worker computes for three quarters of what its calls take."""
-        nonlocal now
-        now += seconds
+        clock.now += seconds
         calls.wait_s += seconds
         calls.compute_s += 0.75 * seconds
 
@@ -65,9 +65,8 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(
         return [NO_DRAFT] * len(rows)
 
     def slow_outputs() -> list[RequestOutput]:
-        nonlocal now
         outputs = take_outputs()
-        now += 0.5 * len(outputs)
+        clock.now += 0.5 * len(outputs)
         return outputs
 
     monkeypatch.setattr(rig.verifier, "verify", slow_verify)

@@ -105,7 +105,7 @@ class RemoteVerifier:
             # Ranks miss no message. Sent twice, it could end a request that has begun under the same id.
             self._acknowledged.acknowledge(released, ())
             entries = [
-                VerifyEntry(delta, row.start, row.length, row.draft, row.state)
+                VerifyEntry(delta, row.start, row.length, row.draft, row.slot)
                 for delta, row in zip(deltas, rows, strict=True)
             ]
             shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.blocks.block_pool import salt_digest
+from engine.blocks.row_extras import make_row_extras
 from engine.config import EngineConfig, ModelInfo
 from engine.control.plan import Plan, RoundSeconds
 from engine.control.planner import Planner
@@ -50,8 +51,8 @@ class Engine:
     """Runs requests with a drafter and a verifier, wherever these two compute.
 
     Args:
-        target: the loaded target. After a prompt that is an encoder's input, its start token begins the text; such
-            requests share no keys and values, because an encoder's output for a token depends on all others.
+        target: the loaded target. If it has a start token, that begins the text after each prompt, the model's input;
+            such requests share no keys and values, because those of an input's token depend on all others.
         num_blocks: the target's KV blocks, including block 0, which no request gets.
         tokenizer: a transformers fast tokenizer; None leaves `RequestOutput.text` empty.
         clock: returns seconds; round times are measured with it.
@@ -80,7 +81,7 @@ class Engine:
         self._limits = RequestLimits(config, target, num_blocks)
         self.max_model_len = self._limits.max_model_len
         longest = self.max_model_len + len(self._start_ids)
-        self.scheduler = Scheduler(config, num_blocks, longest, target.state_chunk)
+        self.scheduler = Scheduler(config, num_blocks, longest, make_row_extras(config, target))
         self.stats = self.scheduler.stats
         self.planner = Planner(config, acceptance_of(config), drafter, overlaps)
         self.request_stats = RequestStats(self.max_model_len)
@@ -130,12 +131,12 @@ class Engine:
         params = self._limits.fit(prompt_token_ids, params, is_new=not output_token_ids)
         self._limits.check_ids("prediction", predicted_token_ids)
         tokens = [*prompt_token_ids, *self._start_ids]
-        source_length = len(prompt_token_ids) if self._start_ids else 0
+        input_length = len(prompt_token_ids) if self._start_ids else 0
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(
                 self._tokenizer,
-                tokens[source_length:],
+                tokens[input_length:],
                 stop=params.stop,
                 skip_special=params.skip_special_tokens,
                 marks=params.mark_token_ids,
@@ -144,7 +145,7 @@ class Engine:
             raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
         sequence = Sequence(
             Request(
-                request_id, tokens, len(tokens), params, salt_digest(cache_salt), source_length, predicted_token_ids
+                request_id, tokens, len(tokens), params, salt_digest(cache_salt), input_length, predicted_token_ids
             ),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,

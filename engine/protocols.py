@@ -61,8 +61,8 @@ class Request:
         token_ids: the prompt and the committed output, never a draft token.
         prompt_length: how many of them are the prompt.
         salt: requests share cached blocks and outputs only with requests of the same salt; empty in workers.
-        source_length: the number of an encoder's tokens at the start, which one pass must compute together; 0 for most
-            models. The prompt's last token then starts the text.
+        input_length: how many of the first tokens are a model's input, which one pass must compute together; 0 for
+            models whose text continues the prompt. After an input, the prompt's last token starts the text.
         predicted_token_ids: the output that the client predicts, whole or in part; empty in workers.
     """
 
@@ -71,13 +71,13 @@ class Request:
     prompt_length: int
     params: SamplingParams
     salt: bytes = b""
-    source_length: int = 0
+    input_length: int = 0
     predicted_token_ids: Sequence[int] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens the client sent: after a source, the prompt has one more, which starts the text."""
-        return self.source_length or self.prompt_length
+        """How many tokens the client sent: after an input, the prompt has one more, which starts the text."""
+        return self.input_length or self.prompt_length
 
     @property
     def num_output_tokens(self) -> int:
@@ -94,14 +94,14 @@ class Request:
         return replace(self, token_ids=list(self.token_ids))
 
 
-class StateRow(NamedTuple):
-    """Where a row's state is: a model with linear layers needs one.
+class SlotRow(NamedTuple):
+    """Where a row has what its cache keeps beside keys and values: one slot a request, which cannot be cut.
 
     Attributes:
-        slot: the request's own slot; the pass leaves there the state after the row's last committed token.
+        slot: the request's own slot; the pass leaves there what stands for the row up to its last committed token.
         source: the slot that the pass starts from: its own, a cached one, or 0 for none of the context.
-        num_folded: how many of the source's stored updates belong to accepted tokens before `start`.
-        saves: (place, slot): the state after so many tokens of the context is also written to that slot.
+        num_folded: how many of the source's stored draft tokens were accepted, before `start`.
+        saves: (place, slot): what stands for so many tokens of the context is also written to that slot.
     """
 
     slot: int
@@ -129,11 +129,11 @@ class ScheduledRow(ProposeRow):
     start: int
     length: int
     block_ids: Sequence[int]
-    state: StateRow | None = None
+    slot: SlotRow | None = None
 
     def verify(self, draft: Draft) -> "VerifyRow":
         """Return the row of the verification of a draft."""
-        return VerifyRow(self.request, self.start, self.length, self.block_ids, draft, self.state)
+        return VerifyRow(self.request, self.start, self.length, self.block_ids, draft, self.slot)
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class VerifyRow:
     length: int
     block_ids: Sequence[int]
     draft: Draft
-    state: StateRow | None = None
+    slot: SlotRow | None = None
 
     @property
     def reaches_tip(self) -> bool:

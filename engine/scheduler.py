@@ -9,9 +9,8 @@ With two cohorts, a second round may begin before the first has ended. Each take
 those that are not in flight, longest waiting first; so the cohorts stay equal without a list of their members.
 """
 
-from engine.blocks.block_pool import BlockPool, block_digest
-from engine.blocks.block_table import block_table
-from engine.blocks.state_slots import StateSlots
+from engine.blocks.block_pool import BlockPool, block_digest, block_table
+from engine.blocks.row_extras import RowExtras
 from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.control.stats import SpeculationStats
@@ -27,10 +26,12 @@ class Scheduler:
         num_cohorts: the most rounds in flight; each schedules one cohort of the requests.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int, state_chunk: int = 0) -> None:
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, max_model_len: int, extras: RowExtras | None = None
+    ) -> None:
         self.config = config
         self.pool = BlockPool(num_blocks, config.block_size, share=config.enable_prefix_caching)
-        self.states = StateSlots(config, state_chunk)
+        self.extras = extras or RowExtras()
         self.stats = SpeculationStats()
         self._max_model_len = max_model_len
         self.waiting = WaitingQueue(config.max_queued_requests)
@@ -58,7 +59,7 @@ class Scheduler:
         while self.running:
             self._requeue(self.running[-1])
         self.pool.clear()
-        self.states.clear()
+        self.extras.clear()
 
     @property
     def unstarted_ids(self) -> list[str]:
@@ -89,7 +90,7 @@ class Scheduler:
 
         They are in flight until `commit` or `withdraw` gets them.
         """
-        for sequence in [s for s in reversed(self.running) if self.states.is_unsure(s.request) and not s.is_in_flight]:
+        for sequence in [s for s in reversed(self.running) if self.extras.is_unsure(s.request) and not s.is_in_flight]:
             self._requeue(sequence)
         while (newcomer := self._newcomer) is not None:
             if len(self.running) >= self.config.max_num_seqs or not self._take_cached(newcomer):
@@ -101,7 +102,7 @@ class Scheduler:
         # the budget has beyond 1 + k tokens for each row.
         num_empty = max(0, self.config.max_num_seqs - len(self.running) - len(self.waiting))
         longest = k + min(num_empty * (1 + k), max(0, budget - len(self.running) * (1 + k)))
-        if self.states.chunk:  # a slot holds the updates of k draft tokens
+        if not self.extras.drafts_beyond_plan:
             longest = k
         rows: list[ScheduledRow] = []
         # Decoding rows first, so that a long prompt does not delay them.
@@ -127,7 +128,7 @@ class Scheduler:
                 break
             rows.append(admitted)
             budget -= admitted.length + admitted.num_draft_tokens
-        self.states.assign(rows)
+        self.extras.assign(rows)
         self._num_rounds += 1
         for sequence in self._running_of(rows):
             sequence.is_in_flight, sequence.last_round = True, self._num_rounds
@@ -160,7 +161,7 @@ class Scheduler:
                 self.waiting.charge(sequence, len(output.token_ids))
                 outputs.append((sequence, output))
             self._publish(sequence)
-            self.states.commit(sequence.request, sequence.digests)
+            self.extras.commit(sequence.request, sequence.digests)
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)
                 self._free(sequence)
@@ -192,9 +193,8 @@ class Scheduler:
         return [sequence for sequence in self.running if id(sequence.request) in requests]
 
     def _row(self, sequence: Sequence, budget: int, plan: Plan, longest: int) -> ScheduledRow:
-        # A source may exceed the remaining budget: it has its own pass.
-        length = max(min(sequence.num_uncomputed, budget), sequence.num_inseparable)
-        length = self.states.row_length(sequence.request, sequence.num_computed, length)
+        length = min(sequence.num_uncomputed, budget)
+        length = self.extras.row_length(sequence.request, sequence.num_computed, length)
         num_draft_tokens = 0
         if sequence.is_decoding:
             # A round commits one token more than it accepts, so a draft must leave room for that token.
@@ -237,7 +237,7 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
-        """Start a waiting request and return its row, or None if too few blocks or state slots are free."""
+        """Start a waiting request and return its row, or None if too few blocks or slots are free."""
         if not self._take_cached(sequence):
             return None
         row = self._row(sequence, budget, plan, self.config.num_speculative_tokens)
@@ -248,11 +248,11 @@ class Scheduler:
         return row
 
     def _take_cached(self, sequence: Sequence) -> bool:
-        """Give a waiting request its cached blocks and a state slot; return False if no slot is free."""
+        """Give a waiting request its cached blocks; return False if it must wait for a slot."""
         if not sequence.lacks_prompt_logprobs:
             blocks, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.request.salt)
             sequence.block_ids = block_table(blocks)
-        num_blocks = self.states.admit(sequence.request, sequence.digests)
+        num_blocks = self.extras.admit(sequence.request, sequence.digests)
         if num_blocks is None:
             self._free(sequence)
             return False
@@ -286,7 +286,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_ids)
-        self.states.release(sequence.request)
+        self.extras.release(sequence.request)
         sequence.block_ids, sequence.digests, sequence.num_computed = block_table(), [], 0
 
     def _publish(self, sequence: Sequence) -> None:

@@ -17,9 +17,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from engine.config import ModelConfig
+from engine.encoder_decoder.model_kind import KINDS
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
-from engine.models.encoder_decoder import KINDS
 from engine.models.families import read_configuration, refusal, text_part
 from engine.models.first_layers import decoder_layers
 from engine.models.layers.quantization import on_meta

@@ -22,12 +22,13 @@ FORBIDDEN = {
 
 MIRRORED_ELSEWHERE = {
     "engine/drafting/assembly.py": "tests/engine/test_llm.py and tests/cluster/test_heads.py load with it",
-    "cluster/workers/loading.py": "tests/e2e/test_group.py loads both workers",
     "deployments/cli/settings.py": "tests/test_readme.py",
     "deployments/openai/types.py": "tests/deployments/openai/test_refusals.py and test_accepted_fields.py",
     "deployments/prompts/grammar_process.py": "tests/deployments/prompts/test_grammar_compiler.py",
+    "engine/blocks/row_extras.py": "tests/engine/hybrids/test_state_slots.py and encoder_decoder/test_input_rows.py",
     "engine/drafting/model/draft_model.py": "a dataclass without behaviour",
     "engine/execution/backend.py": "a protocol",
+    "engine/execution/forward_row.py": "tests/engine/execution/test_batch.py",
     "engine/heads/head.py": "tests/engine/heads/test_eagle3.py and the other kinds' files",
     "engine/heads/registry.py": "the same",
     "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
@@ -245,6 +246,21 @@ def test_no_two_files_have_the_same_name() -> None:
     names = Counter(path.stem for package in FORBIDDEN for path in source_files(package))
     shared = {name for name, count in names.items() if count > 1}
     assert shared - {"__init__", "__main__", "registry", "config", "errors", "commands"} == set()
+
+
+ROOMS = ("engine.hybrids", "engine.encoder_decoder", "engine.drafting.trees")
+"""Refinements, which only tables and registries name; those import them when a model or a method needs them."""
+
+
+def test_nothing_but_a_registry_imports_a_refinement() -> None:
+    offences = {
+        f"{module} imports {other}"
+        for package in FORBIDDEN
+        for module, imported in import_graph(package).items()
+        for other in imported
+        if other.startswith(ROOMS) and not module.startswith(ROOMS) and not module.endswith(".registry")
+    }
+    assert offences == set()
 
 
 HARDWARE = ("engine.execution.cpu", "engine.execution.cuda")

@@ -10,7 +10,7 @@ import msgspec
 from engine.control.stats import RunAheadStats
 from engine.errors import PacelineError, RequestError
 from engine.params import SamplingParams
-from engine.protocols import Draft, StateRow, Verdict
+from engine.protocols import Draft, SlotRow, Verdict
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -29,7 +29,7 @@ class PrefixDelta(msgspec.Struct, array_like=True, frozen=True):
     params: SamplingParams | None = None
     block_offset: int = 0
     block_ids: list[int] = []
-    source_length: int = 0
+    input_length: int = 0
 
 
 class ProposeEntry(msgspec.Struct, array_like=True, frozen=True):
@@ -46,7 +46,7 @@ class VerifyEntry(msgspec.Struct, array_like=True, frozen=True):
     start: int
     length: int
     draft: Draft
-    state: StateRow | None = None
+    slot: SlotRow | None = None
 
 
 class RoundMessage(msgspec.Struct, array_like=True, frozen=True):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.protocol.messages import PrefixDelta
-from engine.blocks.block_table import BlockTable, block_table
+from engine.blocks.block_pool import BlockTable, block_table
 from engine.protocols import ProposeRow, Request, VerifyRow
 
 
@@ -66,9 +66,9 @@ class PrefixTable:
 
     def _apply(self, delta: PrefixDelta) -> None:
         if delta.params is not None:
-            tokens, length = list(delta.token_ids), delta.source_length
+            tokens, length = list(delta.token_ids), delta.input_length
             request = Request(
-                self._owner + delta.request_id, tokens, delta.prompt_length, delta.params, source_length=length
+                self._owner + delta.request_id, tokens, delta.prompt_length, delta.params, input_length=length
             )
             self._prefixes[delta.request_id] = Prefix(request, block_table(delta.block_ids))
         else:
@@ -145,7 +145,7 @@ class Acknowledged:
             params=request.params if offset == 0 else None,
             block_offset=block_offset,
             block_ids=list(block_ids[block_offset:]),
-            source_length=request.source_length,
+            input_length=request.input_length,
         )
 
 

@@ -54,7 +54,7 @@ class TargetResponder:
         rows = []
         for entry in request.rows:
             prefix = self._table[entry.prefix.request_id]
-            row = VerifyRow(prefix.request, entry.start, entry.length, prefix.block_ids, entry.draft, entry.state)
+            row = VerifyRow(prefix.request, entry.start, entry.length, prefix.block_ids, entry.draft, entry.slot)
             rows.append(row)
         verdicts = _without_known_drafts(run_in_process(self._verifier.verify(rows, decides=self._rank == 0)), rows)
         return Verdicts(request.round, self._version, _since(started), verdicts, PREPARATION.counts)

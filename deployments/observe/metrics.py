@@ -183,7 +183,7 @@ class RouterMetrics:
         yield waiting, "Sequences in the queue.", num_waiting
         yield f"{waiting}_by_reason", "Sequences in the queue.", {"capacity": num_waiting}, "reason"
         yield "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
-        if (slots := engine.scheduler.states).num_blocks:
+        if (slots := engine.scheduler.extras.slots) is not None:
             usage = 1 - slots.num_free / slots.num_blocks
             yield "paceline:state_slot_usage_perc", "Share of linear layers' state slots in use, 0 to 1.", usage
         yield "vllm:cache_config_info", "The KV cache; always 1.", {tuple(cache.values()): 1}, *cache

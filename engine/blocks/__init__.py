@@ -1,5 +1,4 @@
-"""Which blocks and states are whose, and which can be shared?
+"""Which blocks are whose, which can be shared, and what else does a kind of cache give to requests?
 
-In reading order: `block_table` (the KV blocks of a request), `block_pool` (all KV blocks) and `state_slots` (the states
-of linear layers).
+In reading order: `block_pool` (the KV blocks) and `row_extras` (what other kinds of caches add to a row).
 """

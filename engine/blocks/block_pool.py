@@ -1,4 +1,4 @@
-"""BlockPool: allocates KV blocks by id and shares the blocks of equal prefixes.
+"""BlockPool: allocates KV blocks by id and shares the blocks of equal prefixes; BlockTable: those of a request.
 
 The digest of all tokens up to a block's end identifies it. Only full blocks of *committed, computed* tokens are
 published. So the entry of a rejected draft token is never shared, and a later pass overwrites it before attending to
@@ -8,7 +8,16 @@ it. Block 0 is never allocated: padding writes there.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+BlockTable: TypeAlias = "array[int]"
+"""It grows in place; whoever changes it in another way replaces it, or is its only user."""
+
+
+def block_table(blocks: Iterable[int] = ()) -> BlockTable:
+    """Return block ids as a table, one that is a table as it is."""
+    return blocks if isinstance(blocks, array) else array("q", blocks)
 
 
 def salt_digest(cache_salt: str | None) -> bytes:

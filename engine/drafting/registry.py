@@ -90,9 +90,9 @@ def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
 
 
 def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
-    from engine.drafting.model.sampled_tree import SampledTreeDrafter
-    from engine.drafting.model.tree_drafter import TreeDrafter
-    from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+    from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
+    from engine.drafting.trees.sampled_tree import SampledTreeDrafter
+    from engine.drafting.trees.tree_drafter import TreeDrafter
     from engine.verification.rule import rule_of
 
     assert draft is not None
@@ -127,7 +127,7 @@ def _head_drafter(config: EngineConfig, target: "Backend", *state: Any) -> Targe
 
 
 def _head_tree_drafter(config: EngineConfig, target: "Backend", *state: Any) -> TargetDrafter:
-    from engine.drafting.in_target.target_trees import TargetTreeDrafter
+    from engine.drafting.trees.target_trees import TargetTreeDrafter
     from engine.heads.head import head_model
 
     return TargetTreeDrafter(head_model, config, target, *state)

@@ -1,20 +1,18 @@
-"""Paged attention with tree masks.
+"""Paged attention, whose masks let drafts branch.
 
 A forward pass is a flat sequence of tokens in groups: one group of all short rows (decoding and drafts, padded to one
 length), and one per prefill chunk. Each group has its block tables and its mask.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.execution.kv_tensors import KVTensors, as_bytes, slots_of, stored, write_slots
-from engine.execution.states import RowStates
 from engine.models.layers.layer_attention import AttentionParams
-from engine.models.layers.layer_state import Recurrence
 
 _MAX_PACKED = 32
 """In latent attention, all heads of rows of up to this many tokens are queries of one product; a mask of longer rows
@@ -32,12 +30,10 @@ class Group:
         positions: [rows, length] for the rotary embedding.
         places: [rows, length] index in the row's context of each token's keys and values; -1 is padding (block 0).
         limits: [rows, length] each token attends to the places before its limit.
-        extra: [rows, length, x] more places that each token attends to, for trees; None for chains. A window
-            never hides these places, so it must be longer than the tree is deep.
+        extra: [rows, length, x] more places that each token attends to, if drafts branch; None for chains.
+            A window never hides these places, so it must be longer than the draft is deep.
         is_prompt_start: whether the group is the first chunk of a prompt without cached tokens.
-        source_lengths: [rows] the source's places at each row's start, seen by cross-attention only; None for a
-            decoder-only model.
-        states: how linear layers continue the rows' states; None for a model without such layers.
+        added: what the kind of cache adds to the group; see `PassExtras`.
     """
 
     start: int
@@ -49,11 +45,8 @@ class Group:
     limits: Tensor
     extra: Tensor | None = None
     is_prompt_start: bool = False
-    source_lengths: Tensor | None = None
-    states: RowStates | None = None
+    added: Any = None
     _masks: dict[tuple[int | None, int | None, int, bool, int], Tensor] = field(default_factory=dict)
-    _cross_mask: Tensor | None = None
-    _biased_mask: tuple[Tensor, Tensor] | None = None
 
     def mask(self, params: AttentionParams, copies: int, like: Tensor, block_size: int) -> Tensor:
         """Return the additive mask [rows, 1, copies * length, context], cached per kind for the forward pass."""
@@ -65,6 +58,11 @@ class Group:
             mask = additive_mask(context, self.positions, limits, self.extra, *bounds)
             self._masks[key] = mask if copies == 1 else mask.repeat(1, 1, copies, 1)
         return self._masks[key]
+
+    @property
+    def tokens(self) -> slice:
+        """The group's tokens in the batch."""
+        return slice(self.start, self.start + self.rows * self.length)
 
     def limits_of(self, params: AttentionParams) -> Tensor:
         """Return each token's limit for a layer, [rows, length]."""
@@ -81,31 +79,6 @@ class Group:
         index = (depths - 2).clamp(0, self.extra.shape[-1]).long().unsqueeze(-1)
         nodes = F.pad(self.extra, (0, 1)).gather(-1, index).squeeze(-1)  # compiled passes have chains without columns
         return torch.where(depths > 1, nodes, before)
-
-    def cross_mask(self, like: Tensor, block_size: int) -> Tensor:
-        """Return the additive mask [rows, 1, 1, context] that shows a source's tokens only."""
-        assert self.source_lengths is not None
-        if self._cross_mask is None:
-            places = torch.arange(self.blocks.shape[1] * block_size, device=self.blocks.device)
-            visible = places < self.source_lengths.unsqueeze(-1)
-            self._cross_mask = torch.where(visible, 0.0, float("-inf")).to(like.dtype)[:, None, None]
-        return self._cross_mask
-
-    def biased_mask(self, bias: Tensor, block_size: int) -> Tensor:
-        """Return the additive mask [rows, heads, length, context] of a decoder's own tokens; see `AttentionParams`.
-
-        The rows are chains: each token attends up to its own place. Layers that share a bias share the mask. Only the
-        last one is kept, because it is large and every layer may have another bias.
-        """
-        assert self.source_lengths is not None
-        if self._biased_mask is None or self._biased_mask[0] is not bias:
-            self._biased_mask = None
-            places = torch.arange(self.blocks.shape[1] * block_size, device=self.limits.device)
-            distances = self.limits.unsqueeze(-1) - 1 - places
-            visible = (distances >= 0) & (places >= self.source_lengths[:, None, None])
-            scores = bias[:, distances.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
-            self._biased_mask = bias, scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
-        return self._biased_mask[1]
 
 
 def additive_mask(
@@ -158,14 +131,14 @@ class PagedContext:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
         keys, values = stored(self.kv, layer)
-        if not params.is_cross and not params.is_shared:
+        if not params.is_shared:
             self.layers.append(layer)
             self.write(layer, key, value)
         if params.temperature is not None:
             query = self._tempered(query, *params.temperature)
         outputs = []
         for group in self.groups:
-            tokens = slice(group.start, group.start + group.rows * group.length)
+            tokens = group.tokens
             sees_all = all(bound is None or group.length <= bound for bound in (params.window, params.chunk))
             is_exact = keys.dtype == key.dtype  # otherwise a prompt's text would depend on what is cached of it
             if group.is_prompt_start and sees_all and params.is_plain and is_exact and not params.first:
@@ -200,26 +173,6 @@ class PagedContext:
         slots = self.slots if tokens is None else torch.where(tokens < 0, 0, self.slots[tokens])
         self._states.index_copy_(0, slots.long(), states.to(self._states.dtype))
 
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve group by group; see `StateContext.convolve`."""
-        assert self.kv.linear is not None, "only linear layers have convolutions"
-        kept = self.kv.linear.layers[layer]
-        outputs = [states.convolve(layer, kept, inputs[tokens], weight, bias) for states, tokens in self._rows]
-        return torch.cat(outputs)
-
-    def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        """Compute group by group; see `StateContext.recur`."""
-        assert self.kv.linear is not None, "only linear layers have recurrences"
-        kept = self.kv.linear.layers[layer]
-        outputs = [states.recur(layer, kept, recurrence, [x[tokens] for x in inputs]) for states, tokens in self._rows]
-        return torch.cat(outputs)
-
-    @property
-    def _rows(self) -> list[tuple[RowStates, slice]]:
-        """The states of each group's rows, and the group's tokens."""
-        rows = [(group.states, slice(group.start, group.start + group.rows * group.length)) for group in self.groups]
-        return [(states, tokens) for states, tokens in rows if states is not None]
-
     @property
     def _states(self) -> Tensor:
         assert self.kv.states is not None, "only a model with a head has states"
@@ -231,10 +184,8 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     copies, block_size = query.shape[0] // keys.shape[2], keys.shape[1]
     if is_shared := values is keys and group.length > _MAX_PACKED:
         copies = 1
-    if params.is_cross:
-        mask = group.cross_mask(query, block_size)
-    elif params.bias is not None:
-        mask = group.biased_mask(params.bias, block_size)
+    if params.masking is not None:
+        mask = params.masking(group, query, block_size)
     else:
         mask = group.mask(params, copies, query, block_size)
     blocks = group.blocks.flatten()

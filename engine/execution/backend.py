@@ -100,11 +100,11 @@ class Backend(Protocol):
         """How far each model is that is compiled in the background now."""
         ...
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0, depth: int = 0) -> KVTensors:
         """Allocate a KV cache for this model; `num_blocks` includes block 0.
 
         Args:
-            num_states: slots for the states of linear layers, slot 0 included.
+            num_slots: what the kind of cache keeps beside blocks, slot 0 included; see `PassExtras`.
             depth: the most draft tokens of a row.
 
         Raises:

@@ -3,17 +3,16 @@
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.blocks.block_table import block_table
+from engine.blocks.block_pool import block_table
 from engine.execution.attention import Group, PagedContext
-from engine.execution.kv_tensors import KVTensors, slots_of
-from engine.execution.states import Carried, RowPlan, RowStates
-from engine.protocols import StateRow
+from engine.execution.forward_row import ForwardRow, limits, padded, positions, seen_nodes
+from engine.execution.kv_tensors import KVTensors
 
 MAX_GROUPED_LENGTH = 16
 """Rows of up to this many tokens, those of their draft but one not counted, form one group; others are prefill chunks.
@@ -25,50 +24,15 @@ _PADDING = 1.25
 """Tokens of a group in which rows are cut, padding included, over those without it, at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardRow:
-    """Consecutive tokens to compute for one request.
-
-    Attributes:
-        token_ids: committed tokens, then the draft's nodes.
-        start: index of the first token in the request's context.
-        block_ids: the request's block table; one that `block_table` made is copied fastest.
-        num_logits: how many of the last tokens need logits.
-        parents: tree of the last `len(parents)` tokens; None for a chain.
-        source_length: the number of source tokens (see `Request`), computed in one pass before the others; no trees.
-        num_draft_tokens: how many of the last tokens are a draft.
-        prompt_length: the context's first tokens, whose states are computed in chunks.
-        state: where the state of linear layers is; None for a model without such layers.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    block_ids: Sequence[int]
-    num_logits: int
-    parents: Sequence[int] | None = None
-    source_length: int = 0
-    num_draft_tokens: int = 0
-    prompt_length: int = 0
-    state: StateRow | None = None
-
-
-class SourceInput(NamedTuple):
-    """A source that a pass computes: its token ids, [n] int64, and the slots of their keys and values, [n]."""
-
-    token_ids: Tensor
-    slots: Tensor
-
-
 @dataclass(slots=True)
 class ForwardBatch:
     """The tensors of one forward pass.
 
     Attributes:
-        token_ids: [tokens] int64, without sources; may be empty.
+        token_ids: [tokens] int64; may be empty.
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
         paged: the inputs of the attention function.
-        source_inputs: the sources, which are computed first.
-        carried: where linear layers leave the rows' states, in place of the slots.
+        added: what the kind of cache adds to the pass; see `PassExtras`.
         needs_logits: whether the caller reads logits or scores; if not, a backend may return tokens only, and ranks
             that compute a slice of the vocabulary each do not gather them. All ranks must say the same.
     """
@@ -76,14 +40,13 @@ class ForwardBatch:
     token_ids: Tensor
     logit_indices: Tensor
     paged: PagedContext
-    source_inputs: list[SourceInput] = field(default_factory=list)
     needs_logits: bool = True
-    carried: Carried | None = None
+    added: Any = None
 
     @property
     def num_tokens(self) -> int:
         """How many tokens the pass computes, padding included."""
-        return len(self.token_ids) + sum(len(source_input.token_ids) for source_input in self.source_inputs)
+        return len(self.token_ids) + self.paged.kv.extras.num_tokens(self.added)
 
     @property
     def positions(self) -> Tensor:
@@ -91,39 +54,26 @@ class ForwardBatch:
         return torch.cat([group.positions.flatten() for group in self.paged.groups])
 
 
-def depths(parents: Sequence[int]) -> list[int]:
-    """Return each node's distance from the committed tip, 1 for its children."""
-    node_depths: list[int] = []
-    for parent in parents:
-        node_depths.append(1 if parent < 0 else node_depths[parent] + 1)
-    return node_depths
-
-
 def build(rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool = False) -> ForwardBatch:
     """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order.
 
     Args:
-        carries: linear layers leave the rows' states to the passes after this one, and the slots as they are.
+        carries: the pass leaves what it adds to slots to the passes after it, and the slots as they are.
     """
-    carried = Carried(len(rows)) if carries and kv.linear is not None else None
-    source_inputs = [_source_input(row, kv) for row in rows if row.start < row.source_length]
-    if source_inputs:
-        rows = [_without_source(row) for row in rows]
+    rows, added = kv.extras.begin(rows, kv, carries=carries)
     short = [i for i, row in enumerate(rows) if row.token_ids and _is_short(row)]
     long = [i for i, row in enumerate(rows) if not _is_short(row)]
     lengths = [len(rows[i].token_ids) for i in short]
-    # A state goes from token to token, so such a row is never cut.
-    length = _common_length(lengths) if kv.linear is None else max(lengths, default=0)
+    length = _common_length(lengths) if kv.extras.cuts_rows else max(lengths, default=0)
     clusters = ([(length, short)] if short else []) + [(len(rows[i].token_ids), [i]) for i in long]
     tokens: list[Tensor] = []
     groups: list[Group] = []
     ends = [0] * len(rows)
     start = 0
     for length, members in clusters:
-        ids, group = _group([rows[i] for i in members], length, start, kv)
-        if kv.linear is not None:
-            plans = [_plan(rows[i]) for i in members]
-            group.states = RowStates(plans, length, kv.input_device, carried, members)
+        group_rows = [rows[i] for i in members]
+        ids, group = _group(group_rows, length, start, kv)
+        group.added = kv.extras.of_group(group_rows, members, length, added)
         groups.append(group)
         tokens.append(ids.flatten())
         for i in members:
@@ -135,23 +85,8 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool = False) -
         token_ids=tokens[0] if len(tokens) == 1 else torch.cat([logit_indices[:0], *tokens]),
         logit_indices=logit_indices,
         paged=PagedContext(kv, groups),
-        source_inputs=source_inputs,
-        carried=carried,
+        added=added,
     )
-
-
-def _source_input(row: ForwardRow, kv: KVTensors) -> SourceInput:
-    length = row.source_length
-    assert row.start == 0, "a source is computed all at once"
-    assert len(row.token_ids) >= length, "a source is computed all at once"
-    columns = torch.tensor([list(row.token_ids[:length]), list(range(length))], device=kv.input_device)
-    blocks = torch.tensor([list(row.block_ids)], device=kv.input_device)
-    return SourceInput(columns[0], slots_of(blocks, columns[1:], kv.block_size)[0])
-
-
-def _without_source(row: ForwardRow) -> ForwardRow:
-    num_source = max(0, row.source_length - row.start)
-    return replace(row, token_ids=row.token_ids[num_source:], start=row.start + num_source)
 
 
 def _is_short(row: ForwardRow) -> bool:
@@ -188,84 +123,34 @@ def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -
     parts = [(row, slice(first, first + length)) for row in rows for first in range(0, len(row.token_ids), length)]
     # Padding tokens attend to one place, so that their softmax is finite.
     columns = [
-        *(_padded(row.token_ids[part], length, 0) for row, part in parts),
-        *(_padded(_positions(row)[part], length, 0) for row, part in parts),
-        *(_padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
-        *(_padded(_limits(row)[part], length, row.source_length + 1) for row, part in parts),
+        *(padded(row.token_ids[part], length, 0) for row, part in parts),
+        *(padded(positions(row)[part], length, 0) for row, part in parts),
+        *(padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
+        *(padded(limits(row)[part], length, row.input_length + 1) for row, part in parts),
     ]
     # One tensor, because each takes microseconds to make, and on a GPU a copy.
     numbers = array("q", itertools.chain.from_iterable(columns)).tobytes()
     fields = [numbers, *_tables([row.block_ids for row, _ in parts], width)]
     packed = torch.frombuffer(bytearray().join(fields), dtype=torch.int64).to(device)
     size = len(parts) * length
-    tokens, positions, places, limits = packed[: 4 * size].view(4, len(parts), length)
-    is_tree = any(row.parents is not None for row in rows)
+    tokens, group_positions, places, group_limits = packed[: 4 * size].view(4, len(parts), length)
+    branches = any(row.parents is not None for row in rows)
     return tokens, Group(
         start=start,
         rows=len(parts),
         length=length,
         blocks=packed[4 * size :].view(len(parts), width),
-        positions=positions,
+        positions=group_positions,
         places=places,
-        limits=limits,
-        extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
+        limits=group_limits,
+        extra=torch.tensor(seen_nodes(rows, length), dtype=torch.int64, device=device) if branches else None,
         is_prompt_start=len(parts) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
-        source_lengths=_source_lengths([row.source_length for row, _ in parts], device),
     )
-
-
-def _plan(row: ForwardRow) -> RowPlan:
-    assert row.state is not None, "a row of a model with linear layers has a state"
-    num_committed = len(row.token_ids) - row.num_draft_tokens
-    num_scanned = max(0, min(num_committed, row.prompt_length - row.start))
-    return RowPlan(row.state, row.start, len(row.token_ids), num_committed, num_scanned, row.parents)
-
-
-def _source_lengths(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    return torch.tensor(lengths, dtype=torch.int64, device=device) if any(lengths) else None
-
-
-def _padded(values: Sequence[int], length: int, filler: int) -> Sequence[int]:
-    return values if len(values) == length else [*values, *[filler] * (length - len(values))]
 
 
 def _tables(tables: Sequence[Sequence[int]], width: int) -> list[bytes]:
     """Return the rows of a tensor [rows, width] of block tables as bytes, which are faster to copy than numbers."""
     return [block_table(table)[:width].tobytes().ljust(width * 8, b"\0") for table in tables]
-
-
-def _positions(row: ForwardRow) -> Sequence[int]:
-    """Return each token's position; in a tree this is not its place in the context."""
-    end = row.start + len(row.token_ids)
-    if row.parents is None:
-        return range(row.start, end)
-    tip = end - len(row.parents) - 1
-    return [*range(row.start, tip + 1), *(tip + depth for depth in depths(row.parents))]
-
-
-def _limits(row: ForwardRow) -> Sequence[int]:
-    """Return each token's attention limit: committed tokens up to themselves, tree nodes up to the committed tip."""
-    end = row.start + len(row.token_ids)
-    if row.parents is None:
-        return range(row.start + 1, end + 1)
-    num_nodes = len(row.parents)
-    return [*range(row.start + 1, end - num_nodes + 1), *[end - num_nodes] * num_nodes]
-
-
-def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[Sequence[int]]]:
-    """Return the places of each token's path in the tree, itself included, padded with place 0, by rows of a length."""
-    paths: list[list[int]] = []
-    for row in rows:
-        parents = row.parents or ()
-        first = row.start + len(row.token_ids) - len(parents)
-        nodes: list[list[int]] = []
-        for node, parent in enumerate(parents):
-            nodes.append([*(nodes[parent] if parent >= 0 else ()), first + node])
-        committed = len(row.token_ids) - len(parents)
-        paths += [[]] * committed + nodes + [[]] * (-len(row.token_ids) % length)
-    deepest = max(len(path) for path in paths)
-    padded = [_padded(path, deepest, 0) for path in paths]
-    return [padded[first : first + length] for first in range(0, len(padded), length)]
 
 
 def block_tensor(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -280,8 +165,7 @@ def next_tokens(
     steps: int,
     kv: KVTensors,
     max_length: int,
-    source_lengths: Sequence[int] = (),
-    carried: Carried | None = None,
+    added: Any = None,
 ) -> Callable[[int, Tensor], ForwardBatch]:
     """Prepare `steps` passes that append one token per row all at once, so that the device never waits for the host.
 
@@ -289,8 +173,7 @@ def next_tokens(
         tables: the rows' block tables; tokens beyond the end of a table are written to block 0.
         lengths: the rows' context lengths; the first pass writes there.
         max_length: the model's context length; positions of surplus tokens are clamped to it.
-        source_lengths: as in `ForwardRow`; empty for decoder-only models.
-        carried: the states that the pass before these has left; None if the model has no linear layers.
+        added: that of the pass before these.
 
     Returns:
         A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
@@ -301,16 +184,10 @@ def next_tokens(
     places = places.to(device)
     positions = places.clamp(max=max_length - 1)
     indices = torch.arange(len(tables), device=device)
-    sources = _source_lengths(source_lengths, device)
-    states = None
-    if carried is not None:
-        carried.is_full = True
-        plans = [RowPlan(StateRow(0, 0), length, 1, 1, 0) for length in lengths]
-        states = RowStates(plans, 1, device, carried, range(len(tables)))
+    group_added = kv.extras.of_next(lengths, added)
 
     def batch(step: int, token_ids: Tensor) -> ForwardBatch:
-        group = Group(0, len(tables), 1, blocks, positions[step], places[step], places[step + 1])
-        group.source_lengths, group.states = sources, states
+        group = Group(0, len(tables), 1, blocks, positions[step], places[step], places[step + 1], added=group_added)
         return ForwardBatch(token_ids, indices, PagedContext(kv, [group]))
 
     return batch

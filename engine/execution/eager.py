@@ -5,13 +5,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from engine.blocks.row_extras import kind_of, make_pass_extras
 from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.backend import Backend, ChainBatch, Part, PassOutput, RankedTokens
-from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.execution.kv_tensors import KVTensors, StateTensors
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.forward_row import ForwardRow
+from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM
-from engine.protocols import StateRow
+from engine.protocols import SlotRow
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -71,13 +73,13 @@ class EagerBackend:
         """Nothing is compiled in the background."""
         return []
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0, depth: int = 0) -> KVTensors:
         """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
         like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
         try:
             kv = self._allocate_blocks(num_blocks, block_size, like)
-            if shapes := self.model.state_shapes:
-                kv.linear = StateTensors(shapes, num_states, depth, like.to(self.model.dtype))
+            if (kind := kind_of(self.info)) is not None:
+                kv.extras = make_pass_extras(kind, self.model, num_slots, depth)
         except RuntimeError as error:
             if self.device.type != "cpu":  # a GPU may still hold the memory of a process that has just ended
                 raise
@@ -94,7 +96,7 @@ class EagerBackend:
     def beside(self, part: Part, kv: KVTensors) -> tuple[Backend, KVTensors]:
         """Return a part of this model; see `Backend.beside`."""
         model = part(self.model)
-        return EagerBackend(model), kv.first_layers(model.num_cached_layers, len(model.state_shapes))
+        return EagerBackend(model), kv.first_layers(model.num_cached_layers, model.num_slot_layers)
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Do nothing: eager passes need no preparation."""
@@ -119,10 +121,10 @@ class EagerBackend:
         name = type(self.model.module).__name__
         try:
             kv = self.allocate_kv(2, 16, 2)
-            first, then = (StateRow(1, source) for source in (0, 1)) if kv.linear else (None, None)
-            source_length = int(self.info.start_id is not None)
-            self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, source_length, prompt_length=2, state=first)], kv))
-            step = build([ForwardRow([0], 2, [1], 1, None, source_length, state=then)], kv)
+            first, then = (SlotRow(1, source) for source in (0, 1)) if kv.extras.num_slots else (None, None)
+            input_length = int(self.info.start_id is not None)
+            self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, input_length, prompt_length=2, slot=first)], kv))
+            step = build([ForwardRow([0], 2, [1], 1, None, input_length, slot=then)], kv)
             self.logits(step)
             own = range(self.model.kv_shape.layers)  # a head has others
             if not isinstance(self.model.head, type(self.model.module)) and sorted(

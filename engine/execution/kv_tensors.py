@@ -3,13 +3,14 @@
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from engine.execution.forward_row import ForwardRow
 from engine.models.layers.layer_attention import KVShape
-from engine.models.layers.layer_state import StateShape, Update
+from engine.protocols import SlotRow
 
 FP8 = torch.float8_e4m3fn
 Sizes = tuple[int, int, int]
@@ -18,48 +19,53 @@ FP8_MAX = torch.finfo(FP8).max
 """Larger keys and values become this."""
 
 
-class LayerStates:
-    """The slots of one layer.
+class PassExtras:
+    """What a kind of cache adds to the passes over it; a plain one, keys and values alone, adds nothing.
 
     Attributes:
-        inputs: [slots, taps + depth, channels] the convolution's inputs: the last committed ones, then the draft's.
-        matrices: [slots, heads, rows, columns] float32, after the last committed token.
-        updates: of the draft tokens, [slots, depth, ...] each.
+        cuts_rows: whether a long row of a group may become several, which are computed at once.
+        num_slots: the slots that requests get beside their blocks, slot 0 included, which nobody gets.
     """
 
-    def __init__(self, shape: StateShape, num_slots: int, depth: int, like: Tensor) -> None:
-        """Allocate zeros, which are also the state before the first token; `like` gives device and inputs' format."""
-        self.taps = shape.taps
-        self.inputs = like.new_zeros(num_slots, shape.taps + depth, shape.channels)
-        zeros = like.float().new_zeros
-        self.matrices = zeros(num_slots, shape.heads, shape.rows, shape.columns)
-        self.updates = Update(
-            zeros(num_slots, depth, shape.heads, shape.decays),
-            zeros(num_slots, depth, shape.heads, shape.rows),
-            zeros(num_slots, depth, shape.groups, shape.columns),
-        )
+    cuts_rows = True
+    num_slots = 0
 
+    def begin(self, rows: Sequence[ForwardRow], kv: "KVTensors", *, carries: bool) -> tuple[Sequence[ForwardRow], Any]:
+        """Return the rows to compute token by token, and the `ForwardBatch.added` of their pass.
 
-class StateTensors:
-    """The slots of all linear layers; slot 0 is never written, and stands for an empty context."""
+        Args:
+            carries: the pass leaves what it adds to slots to the passes after it, and the slots as they are.
+        """
+        return rows, None
 
-    def __init__(self, shapes: Sequence[StateShape], num_slots: int, depth: int, like: Tensor) -> None:
-        """Allocate `num_slots`, slot 0 included, with room for the updates of `depth` draft tokens each."""
-        self.layers = [LayerStates(shape, num_slots, depth, like) for shape in shapes]
+    def of_group(self, rows: Sequence[ForwardRow], members: Sequence[int], length: int, added: Any) -> Any:
+        """Return the `Group.added` of a group of rows.
 
-    def first_layers(self, count: int) -> Self:
-        """Return the slots of the first layers, in the same memory."""
-        view = copy.copy(self)
-        view.layers = self.layers[:count]
-        return view
+        Args:
+            members: the rows' indices in their pass.
+            length: of the group's rows.
+            added: the pass's.
+        """
+        return None
 
-    def keep_path(self, slot: int, path: Sequence[int]) -> None:
-        """Move the updates of a tree's accepted nodes, root first, to those of a chain's tokens."""
-        for layer in self.layers:
-            nodes = torch.tensor(path, device=layer.inputs.device)
-            for kept in layer.updates:
-                kept[slot, : len(path)] = kept[slot, nodes]
-            layer.inputs[slot, layer.taps : layer.taps + len(path)] = layer.inputs[slot, layer.taps + nodes]
+    def of_next(self, lengths: Sequence[int], added: Any) -> Any:
+        """Return the `Group.added` of passes that append a token each to contexts of these lengths.
+
+        Args:
+            added: that of the pass before these.
+        """
+        return None
+
+    def num_tokens(self, _added: Any) -> int:
+        """Return how many tokens a pass computes beside those of its groups."""
+        return 0
+
+    def first_layers(self, _count: int) -> "PassExtras":
+        """Return what the cache of a model's first layers has, of which `count` layers need a slot."""
+        return self
+
+    def keep_path(self, row: SlotRow, path: Sequence[int]) -> None:
+        """Move what a slot has of a draft's accepted nodes, root first, to the places of a chain's tokens."""
 
 
 class KVTensors:
@@ -70,11 +76,11 @@ class KVTensors:
             are compiled for CPUs would copy them, since they write in place only to tensors that share no memory.
         input_device: where batches and draws for this cache are made; a backend may copy them itself.
         states: [num_blocks, block_size, state_size] one state of a head per token; None without a head.
-        linear: what linear layers keep of contexts; None without such layers.
+        extras: what the kind of cache adds to passes.
     """
 
     has_stacks: ClassVar[bool] = False
-    linear: StateTensors | None = None
+    extras = PassExtras()
 
     def __init__(
         self,
@@ -119,15 +125,15 @@ class KVTensors:
         """Return the size and the number of the layers in each tensor, in the order of `_stacked`."""
         return [*Counter(sizes).items()] if self.has_stacks else [(one, 1) for one in sizes]
 
-    def first_layers(self, count: int, num_linear: int = 0) -> Self:
+    def first_layers(self, count: int, num_with_slots: int = 0) -> Self:
         """Return the cache of the first layers, in the same memory; if these are all, with a head's states.
 
         Args:
             count: layers with keys and values.
-            num_linear: linear layers.
+            num_with_slots: layers whose tensors are in the slots of requests.
         """
         view = copy.copy(self)
-        view.linear = self.linear.first_layers(num_linear) if self.linear is not None and num_linear else None
+        view.extras = self.extras.first_layers(num_with_slots)
         if count < len(self.keys):
             view.keys, view.values, view.states = self.keys[:count], self.values[:count], None
             counts = [number for _, number in self._stacks(self._sizes[:count]) for _ in range(2)]
@@ -145,7 +151,7 @@ class KVTensors:
         return block_ids[block] * self.block_size + offset
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots `sources` to `targets` in all layers at once, to keep an accepted path of a tree."""
+        """Copy slots `sources` to `targets` in all layers at once, to keep an accepted path of a draft."""
         device = self._stacked[0].device
         index = torch.tensor([sources, targets], dtype=torch.int64, pin_memory=device.type == "cuda")
         index = index.to(device, non_blocking=True)

@@ -123,7 +123,12 @@ def head_model(model: CausalLM) -> CausalLM:
     head = getattr(model.module, "head", None)
     assert isinstance(head, Head), "no head is loaded"
     is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
-    info = replace(model.info, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
     # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.
-    shard = model.shard if is_shared else None
-    return replace(model, module=head, head=head, info=info, shard=shard, state_shapes=())
+    return replace(without_target(model, head), shard=model.shard if is_shared else None)
+
+
+def without_target(model: CausalLM, head: Head, **facts: Any) -> CausalLM:
+    """Return a head as a model of its own; `facts` are those of `ModelInfo` that are not the target's."""
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    info = replace(model.info, num_parameters=num_parameters, state_chunk=0, **facts)
+    return replace(model, module=head, head=head, info=info, state_shapes=())

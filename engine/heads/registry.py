@@ -5,7 +5,6 @@ To add a kind, write its file with a subclass of `Head`, and give it a line here
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from transformers.modeling_utils import local_torch_dtype
 from engine.heads.config import read_head_config
 from engine.heads.dflash import DFlashHead
 from engine.heads.eagle3 import Eagle3Head
-from engine.heads.head import Head, head_model
+from engine.heads.head import Head, head_model, without_target
 from engine.heads.head_weights import fill_head
 from engine.heads.mtp import MtpHead
 from engine.heads.peagle import PEagleHead
@@ -52,9 +51,7 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     head.keeps_kv = keeps_kv
     cache_latents(head)
     if source.config.head_only:
-        num_parameters = sum(parameter.numel() for parameter in head.parameters())
-        info = replace(model.info, name=source.head.path, num_parameters=num_parameters)
-        return replace(model, module=head, head=head, info=info, state_shapes=())
+        return without_target(model, head, name=source.head.path)
     model = with_head(model, head)
     # Of a vocabulary that it shares with a rank's target, it has that rank's slice.
     head.num_tokens = max(0, head.num_tokens - head_model(model).vocab_slice.start)

@@ -117,6 +117,11 @@ class CausalLM:
         return self.kv_shape.layers + (self.head.kv_shape.layers if self.head else 0)
 
     @property
+    def num_slot_layers(self) -> int:
+        """Layers of which a cache keeps something in slots; see `PassExtras`."""
+        return len(self.state_shapes)
+
+    @property
     def vocab_slice(self) -> range:
         """The token ids whose logits this rank computes."""
         width = size = self.info.vocab_size

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 
 from engine.config import ModelConfig, ModelInfo
-from engine.models import encoder_decoder
-from engine.models.encoder_decoder import REFUSED
+from engine.encoder_decoder.model_kind import KINDS, REFUSED
 from engine.models.families import ModelKind
 from engine.models.source import ModelSource
 
@@ -27,7 +26,7 @@ HYBRIDS = {
 
 def open_model(config: ModelConfig) -> ModelSource:
     """Return a model's files; nothing is read yet. A process opens a model once and hands it on."""
-    return ModelSource(config, encoder_decoder.KINDS | dict.fromkeys(HYBRIDS, Hybrid))
+    return ModelSource(config, KINDS | dict.fromkeys(HYBRIDS, Hybrid))
 
 
 def refused_fields(info: ModelInfo) -> Mapping[str, str]:

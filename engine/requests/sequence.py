@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.blocks.block_table import BlockTable, block_table
+from engine.blocks.block_pool import BlockTable, block_table
 from engine.errors import RequestError
 from engine.protocols import FinishReason, Request, RequestOutput, RoundTrace, TokenLogprobs, Verdict
 from engine.requests.detokenizer import Detokenizer
@@ -45,12 +45,6 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Committed tokens that still need a forward pass; 1 while decoding."""
         return len(self.request.token_ids) - self.num_computed
-
-    @property
-    def num_inseparable(self) -> int:
-        """Tokens that one pass must compute: a source, whose tokens all see each other, and the token after it."""
-        source_length = self.request.source_length
-        return source_length + 1 if self.num_computed < source_length else 0
 
     @property
     def is_decoding(self) -> bool:

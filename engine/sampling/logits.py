@@ -199,7 +199,7 @@ def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
     device, vocab = logits.device, logits.shape[-1]
     rows = copied([row for _, run_rows in penalised for row in run_rows], device)
     run_of_row = copied([i for i, (_, run_rows) in enumerate(penalised) for _ in run_rows], device)
-    prompts = [run.request.token_ids[run.request.source_length : run.request.prompt_length] for run in chosen]
+    prompts = [run.request.token_ids[run.request.input_length : run.request.prompt_length] for run in chosen]
     in_prompt = _count(prompts, vocab, device) > 0
     counts = _count([run.request.output for run in chosen], vocab, device)[run_of_row]
     if any(run.paths for run in chosen):

@@ -59,7 +59,7 @@ def row_shaping(
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         numbers.append([params.temperature or 1.0, params.min_p, top_p, limit, *penalties])
         if params.has_penalties:
-            prompt = {*request.token_ids[request.source_length : request.prompt_length]}
+            prompt = {*request.token_ids[request.input_length : request.prompt_length]}
             output = [*request.output, *tokens]
             places += [row * vocab + token for token in (*prompt, *output)]
             added += [_IN_PROMPT] * len(prompt) + [1] * len(output)

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import BUNDLED_TARGET, ModelConfig
-from engine.execution.batch import ForwardRow, build
+from engine.execution.batch import build
+from engine.execution.forward_row import ForwardRow
 from engine.execution.registry import make_backend
 from engine.heads.registry import load_head
 from engine.models import loader

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.execution.batch import depths
+from engine.execution.forward_row import depths
 from engine.protocols import Draft
 from engine.sampling import noise
 from engine.sampling.logits import Run, draw, probabilities, shape

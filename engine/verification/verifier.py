@@ -7,7 +7,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.execution.backend import Backend, PassOutput
-from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.forward_row import ForwardRow, depths
 from engine.execution.kv_tensors import KVTensors
 from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, matcher_of
@@ -33,8 +34,8 @@ class ModelVerifier:
         self.backend = backend
         self._grammars = grammars
         self.num_blocks = config.num_blocks + 1
-        num_states, depth = 1 + (config.num_states or 0), config.num_speculative_tokens
-        self._kv = backend.allocate_kv(self.num_blocks, config.block_size, num_states, depth)
+        num_slots, depth = 1 + (config.num_states or 0), config.num_speculative_tokens
+        self._kv = backend.allocate_kv(self.num_blocks, config.block_size, num_slots, depth)
         self._rule = rule_of(config.verification)
         self._end_ids = tuple(backend.info.eos_token_ids)
         self._drafter = None if make_drafter is None else make_drafter(config, backend, self._kv, grammars)
@@ -112,7 +113,7 @@ class ModelVerifier:
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
         """Move the keys and values of accepted nodes to the places after the tips.
 
-        A chain's nodes are there already. For a tree, a sum gives every rank the deciding rank's paths.
+        A chain's nodes are there already. For a draft that branches, a sum gives every rank the deciding rank's paths.
         """
         branching = [i for i, row in enumerate(rows) if not row.draft.is_chain]
         if not branching:
@@ -130,8 +131,8 @@ class ModelVerifier:
             first = len(rows[i].request.token_ids)
             sources += [self._kv.slot(rows[i].block_ids, first + node) for node in nodes]
             targets += [self._kv.slot(rows[i].block_ids, first + depth) for depth in range(len(nodes))]
-            if nodes and self._kv.linear is not None and (state := rows[i].state) is not None:
-                self._kv.linear.keep_path(state.slot, nodes)
+            if nodes and (slot := rows[i].slot) is not None:
+                self._kv.extras.keep_path(slot, nodes)
         self._kv.move(sources, targets)
 
 
@@ -147,10 +148,10 @@ def _forward_row(row: VerifyRow) -> ForwardRow:
         block_ids=row.block_ids,
         num_logits=num_logits,
         parents=None if draft.is_chain else draft.parents,
-        source_length=row.request.source_length,
+        input_length=row.request.input_length,
         num_draft_tokens=len(draft.token_ids),
         prompt_length=row.request.prompt_length,
-        state=row.state,
+        slot=row.slot,
     )
 
 

@@ -11,7 +11,7 @@ from cluster.remote_verifier import RemoteVerifier
 from cluster.workers.responder import TargetResponder
 from engine.control.stats import PREPARATION
 from engine.errors import TargetError
-from engine.protocols import StateRow, Verdict
+from engine.protocols import SlotRow, Verdict
 from tests.cluster.fakes import FakeLink, SumVerifier, answering, verify_row
 
 VOCAB = 1000
@@ -56,7 +56,7 @@ async def test_every_rank_runs_every_round_and_rank_0_decides():
 async def test_every_rank_learns_where_the_states_of_a_row_are():
     """A number that every rank counts by itself would be wrong after a lost round."""
     side = TargetSide()
-    states = [StateRow(3, 0), StateRow(3, 3, 2, ((64, 5), (128, 6))), None]
+    states = [SlotRow(3, 0), SlotRow(3, 3, 2, ((64, 5), (128, 6))), None]
     for length, state in enumerate(states, 3):
         await side.verifier.verify([replace(verify_row("a", [1] * length), state=state)])
     for verifier in side.verifiers:

@@ -11,7 +11,7 @@ from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.drafting.run_ahead.chains import RunAheadDrafter
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
 from engine.engine import Engine
 from engine.protocols import DeferringDrafter, NoDrafter, Request, run_in_process
 from engine.sampling.logits import Run, draw, shape

@@ -16,8 +16,8 @@ from engine.errors import DrafterError, TargetError
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, NoDrafter, run_in_process
 from tests.engine.drafting.proposing import Failing
+from tests.engine.hybrids.memory import StateVerifier
 from tests.engine.running import drafters, expected_tokens, make_engine, step
-from tests.engine.states import StateVerifier
 from tests.engine.targets import OrderedTarget, SlowDrafter, alternate
 from tests.fakes import ConstantDrafter, ContextModel, SelfDraftingModel
 

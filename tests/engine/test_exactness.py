@@ -37,7 +37,7 @@ from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.drafting.run_ahead.chains import RunAheadDrafter
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
 from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT

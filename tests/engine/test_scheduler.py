@@ -430,18 +430,6 @@ def test_a_preempted_request_has_begun():
     assert scheduler.unstarted_ids == ["b"]
 
 
-def test_an_encoders_input_is_computed_at_once_even_if_the_budget_is_too_small():
-    """It waits only while nothing at all is left of the budget."""
-    scheduler = make_scheduler(max_num_batched_tokens=6, enable_prefix_caching=False)
-    for request_id, length in (("a", 5), ("b", 4), ("c", 3)):
-        request = Request(request_id, [1] * length + [0], length + 1, SamplingParams(), source_length=length)
-        scheduler.add(Sequence(request, frozenset(), None))
-    assert shares(run_round(scheduler)) == [("a", 6, 0)]
-    assert shares(run_round(scheduler)) == [("a", 1, 0), ("b", 5, 0)]
-    assert shares(run_round(scheduler, k=2)) == [("a", 1, 2), ("b", 1, 2), ("c", 4, 0)][:2]
-    assert shares(run_round(scheduler, k=1)) == [("a", 1, 1), ("b", 1, 1), ("c", 4, 0)]
-
-
 # Two rounds in flight.
 
 

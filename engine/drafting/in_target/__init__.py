@@ -1,4 +1,4 @@
 """How is a draft made in the target's process?
 
-`target_chains` (a token a pass), `target_trees` (a level a pass), `block_drafter` (several tokens a pass).
+`target_chains` (a token a pass), `block_drafter` (several tokens a pass).
 """

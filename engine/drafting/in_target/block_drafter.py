@@ -13,7 +13,8 @@ from engine.drafting.in_target.target_chains import with_drafts
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer, extend
 from engine.execution.backend import Backend
-from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch, ForwardRow, build
+from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch, build
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.heads.head import head_model
 from engine.protocols import Request, VerifyRow

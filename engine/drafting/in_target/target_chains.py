@@ -18,7 +18,8 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import Ranking
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer
 from engine.execution.backend import Backend, Part
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.protocols import NO_DRAFT, Draft, VerifyRow
 from engine.sampling.grammar import Grammars
@@ -41,7 +42,7 @@ class TargetChainDrafter(TokenDrawer):
     ) -> None:
         """Draft with a part of the target's model, see `Backend.beside`; `num_ranked` tokens are kept of each draw."""
         other, self.kv = backend.beside(part, kv)
-        # All ranks need each token before the next pass, and trees are not drawn as chains.
+        # All ranks need each token before the next pass, and drafts that branch are not drawn as chains.
         self.draws_chains = backend.reducer is None and num_ranked is None
         self.draft_model = DraftModel(other, grammars=grammars)
         super().__init__(self.draft_model, self.kv, config, ranks=num_ranked is not None, num_ranked=num_ranked)
@@ -74,7 +75,7 @@ class TargetChainDrafter(TokenDrawer):
                 row.block_ids,
                 1,
                 prompt_length=row.request.prompt_length,
-                state=row.state and row.state._replace(saves=()),
+                slot=row.slot and row.slot._replace(saves=()),
             )
             for row in rows
         ]

@@ -2,6 +2,5 @@
 
 In reading order: `draft_model` (the argument of drafters), `translated` (one with another tokenizer), `draft_cache`
 (its keys and values), `feature_store` and `feature_cache` (the target's features, for a head), `next_tokens` (how
-likely each token is), `token_drawer` (drawing tokens pass by pass),
-`chain_drafter`, then trees: `levelwise` (a pass per level), `tree_drafter` (the likeliest nodes) and `sampled_tree`.
+likely each token is), `token_drawer` (drawing tokens pass by pass) and `chain_drafter`.
 """

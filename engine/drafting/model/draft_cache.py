@@ -3,8 +3,8 @@
 Each proposal brings the committed tokens. The cache keeps the longest common prefix of them and its own tokens, and the
 drafter computes the others. A rejected draft token, an unknown request and an evicted one are the same case.
 
-A model with linear layers also has a state per request. It stays where a pass of committed tokens alone has left it;
-what comes after is computed again for each proposal, in the pass of the last token.
+A cache with slots has one for each request. It stays as a pass of committed tokens alone has left it; what comes after
+is computed again for each proposal, in the pass of the last token.
 """
 
 import itertools
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.blocks.block_table import BlockTable, block_table
+from engine.blocks.block_pool import BlockTable, block_table
 from engine.config import EngineConfig
 from engine.execution.backend import Backend
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
-from engine.protocols import ProposeRow, Request, StateRow
+from engine.protocols import ProposeRow, Request, SlotRow
 
 MAX_TAIL = 8
 """Rows that lag by at most this many tokens compute them in the pass of their last token."""
@@ -31,18 +32,18 @@ class CachedPrefix:
 
     Attributes:
         num_committed: how many tokens were committed at the last comparison; these never change.
-        source_length: the number of source tokens at the start; they are cached together.
-        slot: has the state of linear layers after `num_in_state` tokens; 0 without such layers.
-        scratch: whose entries lie behind the tokens: the request's last tree, or the context whose branches grow; None
+        input_length: see `Request`; an input's tokens are cached together.
+        slot: stands for the first `num_in_slot` tokens, in a cache with slots; else 0.
+        scratch: whose entries lie behind the tokens: the request's last draft, or the context whose branches grow; None
             once anything else is computed there.
     """
 
     token_ids: list[int] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
     num_committed: int = 0
-    source_length: int = 0
+    input_length: int = 0
     slot: int = 0
-    num_in_state: int = 0
+    num_in_slot: int = 0
     scratch: object = None
 
 
@@ -69,9 +70,9 @@ class DraftCache:
     def __init__(self, backend: Backend, config: EngineConfig, kv: KVTensors | None = None) -> None:
         """Allocate the cache, unless there is one, `kv`, whose blocks others give to requests."""
         assert config.num_blocks is not None
-        num_states = config.num_states or config.max_num_seqs
-        self.kv = kv or backend.allocate_kv(config.num_blocks + 1, config.block_size, num_states + 1)
-        self._free_slots = list(range(1, num_states + 1)) if self.kv.linear is not None else []
+        num_slots = 1 + (config.num_states or config.max_num_seqs)
+        self.kv = kv or backend.allocate_kv(config.num_blocks + 1, config.block_size, num_slots)
+        self._free_slots = list(range(1, self.kv.extras.num_slots))
         self.free_blocks = [] if kv else list(range(1, config.num_blocks + 1))  # padding writes to block 0
         self.prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self.backend = backend
@@ -101,13 +102,13 @@ class DraftCache:
         length = len(request.token_ids) + row.num_draft_tokens
         if length > info.max_model_len:
             return False
-        prefix = self.prefixes.setdefault(request.request_id, CachedPrefix(source_length=request.source_length))
+        prefix = self.prefixes.setdefault(request.request_id, CachedPrefix(input_length=request.input_length))
         self.prefixes.move_to_end(request.request_id)
         prefix.scratch = None
         text = Text(request.token_ids, drafted)
         length_kept = common_length(prefix, text)
-        if self.kv.linear is not None:
-            length_kept = prefix.num_in_state = prefix.num_in_state if prefix.num_in_state <= length_kept else 0
+        if self.kv.extras.num_slots:
+            length_kept = prefix.num_in_slot = prefix.num_in_slot if prefix.num_in_slot <= length_kept else 0
         del prefix.token_ids[length_kept:]
         if max(text.slice(len(prefix.token_ids), text.length)) >= info.vocab_size:
             return False
@@ -125,7 +126,7 @@ class DraftCache:
 
     def reserve(self, prefix: CachedPrefix, length: int) -> bool:
         """Give a prefix blocks for `length` tokens, and a slot; return False if there are not enough free ones."""
-        if self.kv.linear is not None and not prefix.slot:
+        if self.kv.extras.num_slots and not prefix.slot:
             if not self._free_slots:
                 return False
             prefix.slot = self._free_slots.pop()
@@ -178,15 +179,15 @@ class DraftCache:
         for text, prefix in zip(texts, prefixes, strict=True):
             start = len(prefix.token_ids)
             count = min(text.length - start - 1, room)
-            # A source is computed all at once, so it waits for a pass that has room for it.
-            if count > MAX_TAIL and start + count >= prefix.source_length:
+            # An input is computed all at once, so it waits for a pass that has room for it.
+            if count > MAX_TAIL and start + count >= prefix.input_length:
                 chunks.append((prefix, _row(text, prefix, start + count)))
                 room -= count
         if chunks:
             self.backend.run(build([row for _, row in chunks], self.kv))
         for prefix, row in chunks:
             prefix.token_ids += row.token_ids
-            prefix.num_in_state = len(prefix.token_ids)
+            prefix.num_in_slot = len(prefix.token_ids)
         return bool(chunks)
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -213,7 +214,7 @@ def _row(text: Text, prefix: CachedPrefix, end: int, num_logits: int = 0) -> For
         start,
         prefix.block_ids,
         num_logits,
-        source_length=prefix.source_length,
+        input_length=prefix.input_length,
         prompt_length=0 if num_logits else end,
-        state=StateRow(prefix.slot, prefix.slot if prefix.num_in_state else 0) if prefix.slot else None,
+        slot=SlotRow(prefix.slot, prefix.slot if prefix.num_in_slot else 0) if prefix.slot else None,
     )

@@ -162,11 +162,8 @@ class TokenDrawer:
 
         for step in range(len(plan)):
             if step == 1:  # while the first pass computes
-                source_lengths = [request.source_length for request in requests]
                 max_length = self._backend.info.max_model_len
-                next_batch = next_tokens(
-                    tables, lengths, depth - 1, self._kv, max_length, source_lengths, batch.carried
-                )
+                next_batch = next_tokens(tables, lengths, depth - 1, self._kv, max_length, batch.added)
             if step:
                 batch = next_batch(step - 1, drawn[-1].tokens)
             runs = functools.partial(self.runs, requests, [[head + step] for head in heads], paths)

@@ -45,7 +45,7 @@ class Pace:
     """Measured times of the drafter's passes and of the target's rounds, and the number of branches that fit.
 
     Attributes:
-        width: index into `WIDTHS` of the number of branches, or of nodes of a tree, that a pass computes per request.
+        width: index into `WIDTHS` of the number of branches or nodes that a pass computes per request.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -70,9 +70,9 @@ def _fits(candidate: Pass, others: Sequence[Pass], max_rows: int) -> bool:
 def _shape(one: Pass) -> tuple[int, bool] | None:
     """Return what passes must have in common to be launched as one; None of a pass that shares with no other."""
     (group, *others), batch = one.batch.paged.groups, one.batch
-    if others or one.draws is None or batch.source_inputs or batch.carried is not None:
+    if others or one.draws is None or batch.added is not None:
         return None
-    if group.is_prompt_start or group.states is not None or group.source_lengths is not None:
+    if group.is_prompt_start or group.added is not None:
         return None
     return group.length, group.extra is None
 

@@ -13,7 +13,7 @@ import torch
 
 from engine.config import CompileProgress
 from engine.execution.backend import Part, PassOutput
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
 from engine.execution.cpu.compilation import packages
 from engine.execution.cpu.compilation.background_compiler import BackgroundCompiler
 from engine.execution.cpu.compilation.compiled_forward import (
@@ -28,6 +28,7 @@ from engine.execution.cpu.compilation.compiled_forward import (
 from engine.execution.cpu.host import num_threads
 from engine.execution.cpu.kernels.panel_linear import pack_large_model
 from engine.execution.eager import EagerBackend
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM
 from engine.models.source import ModelSource
@@ -61,7 +62,7 @@ class CpuBackend(EagerBackend):
         self._num_bytes = sum(tensor.nbytes for tensor in [*model.module.parameters(), *model.module.buffers()])
         self._compiled: CompiledForward | None = None
         self._compiler: BackgroundCompiler | None = None
-        if model.info.start_id is None:  # an encoder-decoder reads the weights of its layers
+        if model.info.start_id is None:  # what encodes inputs reads the weights of its layers
             _pack(model)
         self._max_threads: int = whole._max_threads if whole else source.config.num_threads or torch.get_num_threads()
         torch.set_num_threads(self._max_threads)
@@ -110,13 +111,13 @@ class CpuBackend(EagerBackend):
         model = part(self.model)
         other = CpuBackend(model, self._source, whole=self, part=part)
         self._beside.append(other)
-        seen_kv = kv.first_layers(model.num_cached_layers, len(model.state_shapes))
+        seen_kv = kv.first_layers(model.num_cached_layers, model.num_slot_layers)
         other._newest_kv = weakref.ref(seen_kv)
         return other, seen_kv
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0, depth: int = 0) -> KVTensors:
         """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
-        kv = super().allocate_kv(num_blocks, block_size, num_states, depth)
+        kv = super().allocate_kv(num_blocks, block_size, num_slots, depth)
         self._newest_kv = weakref.ref(kv)
         return kv
 

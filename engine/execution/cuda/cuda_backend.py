@@ -23,7 +23,7 @@ from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import Group
 from engine.execution.backend import ChainBatch, Part, PassOutput, RankedTokens
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
 from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import MAX_TOKENS, GraphRecorder, Graphs, prompt_shapes, shapes, table_width
@@ -32,6 +32,7 @@ from engine.execution.cuda.kernels.triton_attention import MAX_DIM, MAX_SPLIT_LE
 from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
 from engine.execution.cuda.static_pass import NUM_EXTRA, Shape
 from engine.execution.eager import EagerBackend
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, forward
 from engine.models.layers.reducer import alone
@@ -122,9 +123,9 @@ class CudaBackend(EagerBackend):
         with TritonContext(batch.paged.kv, groups, layers=batch.paged.layers).current() as context:
             return forward(self.model.module, token_ids, positions, indices, context)[:count].float()
 
-    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0, depth: int = 0) -> KVTensors:
         """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
-        kv = super().allocate_kv(num_blocks, block_size, num_states, depth)
+        kv = super().allocate_kv(num_blocks, block_size, num_slots, depth)
         assert isinstance(kv, GraphedKV)
         self._caches.add(kv)
         return kv
@@ -134,7 +135,7 @@ class CudaBackend(EagerBackend):
         model, recorder = part(self.model), self._recorder
         other = CudaBackend(model, self._config, self._engine, invariant=self._is_invariant, recorder=recorder)
         self._beside.append(other)
-        seen_kv = kv.first_layers(model.num_cached_layers, len(model.state_shapes))
+        seen_kv = kv.first_layers(model.num_cached_layers, model.num_slot_layers)
         assert isinstance(seen_kv, GraphedKV)
         seen_kv.graphs = None
         other._caches.add(seen_kv)

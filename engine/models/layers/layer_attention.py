@@ -3,6 +3,7 @@
 The function's name is not in transformers' mask registry, so that transformers builds no mask itself.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from engine.errors import ModelError
 
 ATTENTION_NAME = "paceline"
 _SUPPORTED = {
-    *("paged", "sliding_window", "softcap", "s_aux", "position_bias", "dropout", "logit_indices"),
-    *("position_ids", "is_causal", "use_cache", "output_attentions", "output_router_logits"),
+    *("paged", "sliding_window", "softcap", "s_aux", "dropout", "logit_indices"),
+    *("masking", "position_ids", "is_causal", "use_cache", "output_attentions", "output_router_logits"),
 }
 
 
@@ -52,22 +53,20 @@ class AttentionParams(NamedTuple):
         scaling: factor of the dot products; None for 1 / sqrt(head_dim).
         softcap: bound on the scores, `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
         sinks: [heads] an extra score per head, without a value (gpt-oss; Xiao et al., arXiv:2309.17453).
-        bias: [heads, distances] added to a score by the distance between two tokens; longer distances have the last
-            (Raffel et al., arXiv:1910.10683, section 2.1).
-        is_cross: the layer attends to the source's tokens, whose keys and values are in the cache already.
+        masking: returns the additive mask [rows, heads or 1, length or 1, context], given a group, the queries and the
+            block size, in place of the group's own.
         first: places before it are not attended to; a token at one of them attends to itself.
         sees_row: every token attends to all places up to the end of its row, not only up to its own.
         chunk: a token attends to those positions only that are in its own chunk of so many.
         temperature: (length, strength): queries are multiplied by `1 + strength * log(1 + (position + 1) // length)`.
-        is_shared: another layer has written the keys and values in this pass; this one has none.
+        is_shared: the layer's keys and values are in the cache already.
     """
 
     window: int | None = None
     scaling: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-    bias: Tensor | None = None
-    is_cross: bool = False
+    masking: Callable[[Any, Tensor, int], Tensor] | None = None
     first: int = 0
     sees_row: bool = False
     chunk: int | None = None
@@ -108,7 +107,7 @@ class AttentionContext(Protocol):
     def read_states(self, *, of_parents: bool) -> Tensor:
         """Return the state of each token or of the token before it, [tokens, state_size].
 
-        The token before a node of a tree is its parent. What a context's first token gets is finite and means nothing.
+        The token before a draft's node is its parent. What a context's first token gets is finite and means nothing.
         """
         ...
 
@@ -131,7 +130,7 @@ def paged_attention(
     Args:
         query: [1, heads, tokens, key_dim].
         key, value: [1, kv_heads, tokens, key_dim or value_dim].
-        kwargs: `position_bias` has [heads, distances] in an encoder-decoder's self-attention.
+        kwargs: `masking` is that of `AttentionParams`.
 
     Returns:
         [1, tokens, heads, value_dim], and None for the attention weights.
@@ -147,15 +146,12 @@ def paged_attention(
     context: AttentionContext = kwargs["paged"]
     # Not made an int: while layers are compiled, their index is symbolic.
     layer: int = getattr(module, "kv_layer", module.layer_idx)  # type: ignore[arg-type]
-    bias = kwargs.get("position_bias")
-    is_cross = bias is not None and not module.is_causal
     params = AttentionParams(
         kwargs.get("sliding_window") or getattr(module, "window", None),
         scaling,
         kwargs.get("softcap"),
         kwargs.get("s_aux"),
-        bias=None if is_cross else bias,
-        is_cross=is_cross,
+        masking=kwargs.get("masking"),
         first=getattr(module, "attends_from", 0),
         sees_row=getattr(module, "sees_row", False),
         chunk=getattr(module, "chunk", None),

@@ -50,6 +50,28 @@ class Update(NamedTuple):
     right: Tensor
 
 
+class LayerStates:
+    """The slots of one layer.
+
+    Attributes:
+        inputs: [slots, taps + depth, channels] the convolution's inputs: the last committed ones, then the draft's.
+        matrices: [slots, heads, rows, columns] float32, after the last committed token.
+        updates: of the draft tokens, [slots, depth, ...] each.
+    """
+
+    def __init__(self, shape: StateShape, num_slots: int, depth: int, like: Tensor) -> None:
+        """Allocate zeros, which are also the state before the first token; `like` gives device and inputs' format."""
+        self.taps = shape.taps
+        self.inputs = like.new_zeros(num_slots, shape.taps + depth, shape.channels)
+        zeros = like.float().new_zeros
+        self.matrices = zeros(num_slots, shape.heads, shape.rows, shape.columns)
+        self.updates = Update(
+            zeros(num_slots, depth, shape.heads, shape.decays),
+            zeros(num_slots, depth, shape.heads, shape.rows),
+            zeros(num_slots, depth, shape.groups, shape.columns),
+        )
+
+
 class Recurrence(Protocol):
     """How a family's linear layer computes; its inputs and states are those of one layer."""
 

@@ -119,7 +119,9 @@ def _replacement(original: Callable[..., Any], compute: Callable[..., Any]) -> C
             return original(*arguments, **keywords)
         if "paged" not in keywords:
             raise ModelError("its layers do not pass keyword arguments on to their linear layers")
-        return compute(original, keywords.pop("paged"), keywords.pop("state_layer"), *arguments, **keywords)
+        paged = keywords.pop("paged")
+        context = paged if isinstance(paged, _Probe) else paged.kv.extras.of(paged)
+        return compute(original, context, keywords.pop("state_layer"), *arguments, **keywords)
 
     return call
 

@@ -27,7 +27,7 @@ from cluster.protocol.messages import (
     encode,
 )
 from engine.params import SamplingParams
-from engine.protocols import Draft, StateRow, TokenLogprobs, Verdict, chain
+from engine.protocols import Draft, SlotRow, TokenLogprobs, Verdict, chain
 
 PARAMS = SamplingParams(
     temperature=0.7,
@@ -52,7 +52,7 @@ DELTAS = st.builds(
 DRAFTS = st.one_of(
     st.lists(st.integers(0, 2**20), max_size=5).map(chain), st.just(Draft([4], [-1], [[4, 9]], [[0.75, 0.25]]))
 )
-STATES = st.sampled_from([None, StateRow(1, 0), StateRow(2**31, 7, 64, ((2**20, 1), (2**20 + 64, 2)))])
+STATES = st.sampled_from([None, SlotRow(1, 0), SlotRow(2**31, 7, 64, ((2**20, 1), (2**20 + 64, 2)))])
 HEAD = {
     "round": st.integers(0, 2**40),
     "version": st.integers(0, 2**31),

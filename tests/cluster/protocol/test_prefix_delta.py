@@ -8,7 +8,7 @@ import torch
 
 from cluster.protocol.messages import PrefixDelta
 from cluster.protocol.prefix_delta import Acknowledged, PrefixTable
-from engine.blocks.block_table import block_table
+from engine.blocks.block_pool import block_table
 from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.execution.batch import ForwardRow, build
@@ -192,6 +192,6 @@ def test_a_pass_has_the_schedulers_block_tables_after_growth_preemption_and_abor
 
 
 def test_a_worker_learns_how_long_an_encoders_input_is():
-    request = Request("a", [5, 6, 0, 9], 3, SamplingParams(), source_length=2)
+    request = Request("a", [5, 6, 0, 9], 3, SamplingParams(), input_length=2)
     (delta,), _ = Acknowledged().deltas([ProposeRow(request, 1)])
     assert table_of(delta)[0]["a"].request == request

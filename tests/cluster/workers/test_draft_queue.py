@@ -30,9 +30,9 @@ from engine.params import SamplingParams
 from engine.verification.verifier import paths
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.model.test_translated import Foreign
-from tests.engine.drafting.model.test_tree_drafter import check
 from tests.engine.drafting.proposing import Counting, Failing, context_model, propose, row
-from tests.engine.drafting.run_ahead.test_trees import target_path
+from tests.engine.drafting.trees.test_run_ahead_trees import target_path
+from tests.engine.drafting.trees.test_tree_drafter import check
 
 K = 4
 MODEL = context_model(1)

@@ -14,8 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.observe.metrics import IngressMetrics, ReplicaMetrics, RouterMetrics, exposition
-from engine.blocks.state_slots import StateSlots
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelInfo
+from engine.hybrids.state_slots import StateSlots
 from tests.deployments.fakes import Rig, generation, rounds_of
 
 HISTOGRAMS = """
@@ -168,7 +168,8 @@ async def test_replicas_keep_their_samples_apart() -> None:
 async def test_a_target_with_linear_layers_tells_how_many_state_slots_are_in_use(rig: Rig) -> None:
     name = "paceline:state_slot_usage_perc"
     assert name not in text_of(rig.metrics)
-    rig.engine.scheduler.states = StateSlots(EngineConfig(num_states=4), 8)
+    info = ModelInfo("tiny", 64, 64, [], 0, "float32", "cpu", state_chunk=8)
+    rig.engine.scheduler.extras = StateSlots(EngineConfig(num_states=4), info)
     rig.engine.add("held", [1, 2, 3], generation().params)
     await rig.engine.step()
     text = text_of(rig.metrics)

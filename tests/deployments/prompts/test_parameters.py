@@ -11,8 +11,8 @@ from deployments.prompts import parameters
 from deployments.prompts.encoder import PromptEncoder
 from deployments.prompts.parameters import sampling_params
 from deployments.wire import ModelLimits
+from engine.encoder_decoder.model_kind import REFUSED
 from engine.errors import RequestError
-from engine.models.encoder_decoder import REFUSED
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import complete
 

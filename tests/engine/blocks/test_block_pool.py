@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from engine.blocks.block_pool import BlockPool, block_digest, salt_digest
+from engine.blocks.block_pool import BlockPool, block_digest, block_table, salt_digest
 
 SALT = b"salt"
 
@@ -188,3 +188,12 @@ def test_no_salt_has_the_digest_of_a_block():
     salt = (parent + array("q", tokens).tobytes()).decode()
     assert salt_digest(salt) != block_digest(parent, tokens)
     assert len({salt_digest(salt) for salt in (None, "a", "b", "A", " a")}) == 5
+
+
+def test_a_table_holds_its_blocks_in_order_and_grows_in_place():
+    table = block_table([3, 1, 2])
+    assert block_table(table) is table
+    table += block_table([9])
+    table.append(7)
+    assert list(table) == [3, 1, 2, 9, 7]
+    assert list(block_table()) == []

@@ -9,12 +9,12 @@ from engine.config import Drafting, EngineConfig, PairConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.in_target.target_chains import TargetChainDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
-from engine.drafting.model.sampled_tree import SampledTreeDrafter
-from engine.drafting.model.tree_drafter import TreeDrafter
 from engine.drafting.registry import METHODS, DraftModel, Method, acceptance_of, method_of
 from engine.drafting.run_ahead.chains import RunAheadDrafter
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.drafting.settle import check_run_ahead, settle
+from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
+from engine.drafting.trees.sampled_tree import SampledTreeDrafter
+from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.errors import ConfigError
 from engine.llm import run_in_process
 from engine.params import SamplingParams

@@ -2,7 +2,6 @@
 
 import math
 import random
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +11,8 @@ import transformers
 
 from engine.errors import ModelError
 from engine.execution.attention import attend_to_gathered
-from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build, depths
+from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build
+from engine.execution.forward_row import depths
 from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape, paged_attention
 from engine.params import SamplingParams
@@ -174,23 +174,6 @@ def test_a_feature_that_is_not_computed_is_refused_by_name_unless_it_is_off(mask
     else:
         with pytest.raises(ModelError, match=message):
             paged_attention(SimpleNamespace(layer_idx=0), *states, mask, **settings)
-
-
-def test_only_cross_attention_sees_an_encoders_tokens_and_it_sees_nothing_else():
-    kv = KVTensors(KVShape(1, HEADS, DIM, DIM), num_blocks=4, block_size=BLOCK, like=torch.empty(0))
-    rows = [ForwardRow([1, 1], 3, [1, 2], 0, source_length=3), ForwardRow([1], 6, [3, 2], 0, source_length=1)]
-    (group,) = build(rows, kv).paged.groups
-    bias = torch.arange(3.0).repeat(HEADS, 1)
-    cross = group.cross_mask(torch.empty(0), BLOCK)
-    assert [[i for i, score in enumerate(row) if score == 0] for row in cross[:, 0, 0].tolist()] == [[0, 1, 2], [0]]
-    own = group.biased_mask(bias, BLOCK)
-    seen = [[{i: s for i, s in enumerate(scores) if s > -math.inf} for scores in row] for row in own[:, 0].tolist()]
-    assert seen == [[{3: 0}, {3: 1, 4: 0}], [{1: 2, 2: 2, 3: 2, 4: 2, 5: 1, 6: 0}, {1: 0}]]
-    assert group.biased_mask(bias, BLOCK) is own
-    known = weakref.ref(own)
-    del own
-    assert group.biased_mask(bias.clone(), BLOCK).shape == (2, HEADS, 2, 2 * BLOCK)
-    assert known() is None, "the mask of another layer's bias is not kept"
 
 
 def test_a_heads_states_are_read_at_parents_moved_with_keys_and_never_written_for_padding():

@@ -153,31 +153,3 @@ def test_no_position_lies_beyond_the_models_context(kv):
     groups = [prepared(step, torch.tensor([7])).paged.groups[0] for step in range(3)]
     assert [int(group.positions) for group in groups] == [3, 4, 4]
     assert [int(group.places) for group in groups] == [3, 4, 5]
-
-
-def test_an_encoders_input_is_taken_out_of_its_row_and_the_rest_attends_to_what_follows_it(kv):
-    rows = [ForwardRow([7, 8, 9, 0, 5], 0, [3, 9], 2, source_length=3), ForwardRow([6], 7, [4, 2], 1, source_length=2)]
-    batch = build(rows, kv)
-    (source_input,) = batch.source_inputs
-    assert (source_input.token_ids.tolist(), source_input.slots.tolist()) == ([7, 8, 9], [12, 13, 14])
-    (group,) = batch.paged.groups
-    assert batch.token_ids.tolist() == [0, 5, 6, 0]
-    assert group.places.tolist() == [[3, 4], [7, -1]]
-    assert group.limits.tolist() == [[4, 5], [8, 3]]  # padding sees its row's first token after the input
-    assert group.source_lengths.tolist() == [3, 2]
-    assert batch.logit_indices.tolist() == [0, 1, 2]
-    assert batch.num_tokens == 3 + 4
-
-
-def test_a_row_of_an_encoders_input_alone_leaves_nothing_for_the_decoder(kv):
-    alone = ForwardRow([7, 8, 9], 0, [3], 0, source_length=3)
-    batch = build([alone, ForwardRow([6], 7, [4, 2], 1, source_length=2)], kv)
-    assert (batch.token_ids.tolist(), batch.paged.groups[0].rows, batch.num_tokens) == ([6], 1, 4)
-    batch = build([alone], kv)
-    assert (batch.token_ids.tolist(), batch.paged.groups, batch.logit_indices.tolist()) == ([], [], [])
-
-
-def test_prepared_passes_know_the_encoders_lengths(kv):
-    prepared = next_tokens([[1], [3, 4]], [3, 3], 1, kv, max_length=100, source_lengths=[2, 1])
-    assert prepared(0, torch.tensor([5, 6])).paged.groups[0].source_lengths.tolist() == [2, 1]
-    assert next_tokens([[1]], [3], 1, kv, 100, [0])(0, torch.tensor([5])).paged.groups[0].source_lengths is None

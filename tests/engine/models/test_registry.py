@@ -4,8 +4,8 @@ import pytest
 from transformers import BartConfig, GenerationConfig, LlamaConfig, T5Config
 
 from engine.config import ModelConfig
+from engine.encoder_decoder.model_kind import EncoderDecoder
 from engine.errors import ModelError
-from engine.models.encoder_decoder import EncoderDecoder
 from engine.models.registry import open_model
 from tests.engine.tiny import SIZES, T5_SIZES
 

@@ -105,6 +105,13 @@ def test_an_owner_that_comes_back_has_saved_nothing_up():
     assert Counter(start(queue)[0] for _ in range(10)) == {"a": 5, "b": 5}
 
 
+def test_an_owner_that_comes_back_starts_beside_the_one_with_the_fewest_tokens():
+    queue = queue_of(*(make_sequence(f"{owner}{i}", owner) for owner in "ab" for i in range(3)))
+    queue.charge(make_sequence("", "a"), 100)
+    queue.add(make_sequence("c", "c"))
+    assert [start(queue) for _ in range(2)] == ["b0", "c"]
+
+
 def test_an_owner_that_finds_the_queue_empty_has_saved_nothing_up_either():
     queue = queue_of(make_sequence("a", "a"))
     assert start(queue, 1000) == "a"

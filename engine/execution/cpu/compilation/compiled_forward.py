@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from engine.errors import PacelineError
 from engine.execution.attention import Group, PagedContext, attend_to_gathered
-from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.batch import ForwardBatch, build
 from engine.execution.cpu.kernels.paged_attention import attend_to_blocks, suits
 from engine.execution.cpu.kernels.panel_linear import packed_copy
+from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors, stored
 from engine.execution.scratch import scratch_folder
 from engine.models.causal_lm import forward
@@ -242,7 +243,7 @@ class CompiledForward:
 
 
 def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
-    """Return an example to trace: two rows of five tokens in three blocks, one with a tree, seven logits, six keys."""
+    """Return an example to trace: two rows of five tokens in 3 blocks, one that branches, seven logits and six keys."""
     parents = [-1, 0, 1, 2]
     rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5, parents), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
     keys = noise.keys(range(6), range(6), noise.TARGET_STREAM, torch.device("cpu"))
@@ -250,11 +251,18 @@ def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
 
 
 def samples() -> list[list[ForwardRow]]:
-    """Return batches of the shapes that rounds have: one row, several rows, a chain, a tree and a prompt piece."""
+    """Return batches of the shapes that rounds have: one row, several rows, a chain, branches and a prompt piece."""
     one, five = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
-    tree = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
+    branching = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
     piece = ForwardRow([i % 8 for i in range(PIECE_LENGTH)], 30, [*range(1, 11)], 3)
-    return [[one], [five], [tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)], [one, five, tree], [piece]]
+    return [
+        [one],
+        [five],
+        [branching],
+        [ForwardRow([i], 0, [1 + i], 1) for i in range(9)],
+        [one, five, branching],
+        [piece],
+    ]
 
 
 class GumbelNoise(nn.Module):

@@ -14,8 +14,8 @@ from engine.execution.batch import ForwardRow, build
 from engine.models.first_layers import first_layers
 from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import planned_states, prepare_linear_layers
-from engine.protocols import StateRow
-from tests.engine.hybrids import HYBRIDS
+from engine.protocols import SlotRow
+from tests.engine.hybrids.models import HYBRIDS
 from tests.engine.tiny import SIZES, backend_of, check_same, save, source_of
 
 LENGTHS = [19, 3, 1, 8]
@@ -60,7 +60,7 @@ def rows(first, end, prompts, depth=0):
     made = []
     for i, (context, prompt) in enumerate(zip(CONTEXTS, prompts, strict=True)):
         if tokens := context[first:end]:
-            state = StateRow(1 + i, 1 + i if first else 0)
+            state = SlotRow(1 + i, 1 + i if first else 0)
             drafted = {"num_draft_tokens": min(depth, len(tokens) - 1), "num_logits": len(tokens)}
             made.append(
                 ForwardRow(

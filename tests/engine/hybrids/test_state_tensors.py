@@ -12,7 +12,7 @@ from engine.heads.head import head_model
 from engine.params import SamplingParams
 from tests.engine.heads.cold_starts import KINDS
 from tests.engine.heads.tiny_heads import backend_with_head
-from tests.engine.hybrids import HYBRIDS
+from tests.engine.hybrids.models import HYBRIDS
 from tests.engine.running import chains, make_engine, run
 from tests.engine.tiny import SIZES, backend_of, save
 from tests.fakes import TreeDrafter
@@ -84,7 +84,7 @@ def test_the_text_is_the_same_whatever_is_drafted_cached_and_preempted(draft, k,
 
 def test_a_draft_has_the_planned_slots(backend):
     config = EngineConfig(num_blocks=10, num_states=3, max_num_seqs=8)
-    assert len(DraftCache(backend, config).kv.linear.layers[0].matrices) == 1 + 3
+    assert len(DraftCache(backend, config).kv.extras.layers[0].matrices) == 1 + 3
 
 
 @pytest.mark.parametrize(("kind", "method"), [("dflash", "head"), ("eagle3", "head"), ("eagle3", "head_tree")])
@@ -99,7 +99,7 @@ def test_a_head_drafts_without_states_of_its_own(kind, method, path, expected):
 def test_a_lost_memory_changes_no_text(backend, expected):
     def lose(engine, rounds):
         if rounds % 5 == 4:
-            for layer in engine.verifier.kv.linear.layers:
+            for layer in engine.verifier.kv.extras.layers:
                 for tensor in (layer.inputs, layer.matrices, *layer.updates):
                     tensor[1:] = 7.0  # slot 0 is the empty context
             engine.reset()

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.blocks.block_pool import BlockPool
-from engine.config import EngineConfig
-from engine.protocols import Request, ScheduledRow, StateRow
+from engine.blocks.row_extras import RowExtras
+from engine.config import EngineConfig, ModelInfo
+from engine.protocols import Request, ScheduledRow, SlotRow
 
 
 @dataclass(slots=True)
@@ -36,18 +37,20 @@ class _Held:
     @property
     def borrowed(self) -> list[int]:
         """The slots besides its own that it has a reference to: the cached one it starts from, and those it saves."""
-        saves = self.row.state.saves if self.row is not None and self.row.state is not None else ()
+        saves = self.row.slot.saves if self.row is not None and self.row.slot is not None else ()
         return [self.source] * (self.source not in (0, self.slot)) + [slot for _, slot in saves]
 
 
-class StateSlots(BlockPool):
-    """The slots of one target, a state each; `chunk` 0 is a model without linear layers, which gets no slots."""
+class StateSlots(BlockPool, RowExtras):
+    """The slots of one target with linear layers, a state each, which keeps `num_speculative_tokens` updates."""
 
-    def __init__(self, config: EngineConfig, chunk: int) -> None:
-        num_states = config.num_states if chunk else 0
-        assert num_states is not None, "num_states is planned first"
-        super().__init__(1 + num_states, math.lcm(config.block_size, chunk), share=config.enable_prefix_caching)
-        self.chunk = chunk
+    drafts_beyond_plan = False
+
+    def __init__(self, config: EngineConfig, target: ModelInfo) -> None:
+        assert config.num_states is not None, "num_states is planned first"
+        self._chunk, self.slots = target.state_chunk, self
+        size = math.lcm(config.block_size, self._chunk)
+        super().__init__(1 + config.num_states, size, share=config.enable_prefix_caching)
         self._kv_block_size = config.block_size
         self._held: dict[int, _Held] = {}  # by the identity of the request, oldest first
 
@@ -61,8 +64,6 @@ class StateSlots(BlockPool):
 
         Returns how many of the blocks the request can use, or None if no slot is free.
         """
-        if not self.chunk:
-            return len(digests)
         step = self.block_size // self._kv_block_size
         num_blocks = len(digests) // step * step
         shared, source = num_blocks * self._kv_block_size, None
@@ -89,24 +90,24 @@ class StateSlots(BlockPool):
 
         One chunk is computed at least, so that a small budget does not move the ends of chunks.
         """
-        if not self.chunk or start + length >= request.prompt_length:
+        if start + length >= request.prompt_length:
             return length
-        end = (start + length) // self.chunk * self.chunk
-        return max(end, min(start + self.chunk, request.prompt_length)) - start
+        end = (start + length) // self._chunk * self._chunk
+        return max(end, min(start + self._chunk, request.prompt_length)) - start
 
     def assign(self, rows: list[ScheduledRow]) -> None:
         """Say in each row of the next round where its state is, and reserve slots for the states that it saves."""
-        for row in rows if self.chunk else ():
+        for row in rows:
             held = self._held[id(row.request)]
             saves = tuple(self._saves(row, held)) if self._share else ()
-            row.state, held.row = StateRow(held.slot, held.source, row.start - held.place, saves), row
+            row.slot, held.row = SlotRow(held.slot, held.source, row.start - held.place, saves), row
 
     def commit(self, request: Request, digests: Sequence[bytes]) -> None:
         """Publish the states that a request's row has saved, by the digests of its computed blocks."""
         held = self._held.get(id(request))
-        if held is None or held.row is None or held.row.state is None:
+        if held is None or held.row is None or held.row.slot is None:
             return
-        for place, slot in held.row.state.saves:
+        for place, slot in held.row.slot.saves:
             digest = digests[place // self._kv_block_size - 1]
             self.publish(slot, digest)
             if place > self._last_of_prompt(request):

@@ -15,9 +15,9 @@ from collections.abc import Collection, Sequence
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.levelwise import TIP, LevelwiseDrafter, Tree, TreeLevel
 from engine.drafting.model.next_tokens import Confidence, NextTokens
 from engine.drafting.model.token_drawer import Drawn
+from engine.drafting.trees.levelwise import TIP, LevelwiseDrafter, Tree, TreeLevel
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Request
 

@@ -14,7 +14,7 @@ class StateMemory:
 
     def __init__(self, scheduler):
         config = scheduler.config
-        self.states, self.block_size, self.chunk = scheduler.states, config.block_size, scheduler.states.chunk
+        self.states, self.block_size, self.chunk = scheduler.extras, config.block_size, scheduler.extras._chunk
         self.k = config.num_speculative_tokens
         self.num_hits = 0
         self.lose()
@@ -24,11 +24,11 @@ class StateMemory:
 
     def check(self, rows):
         """Check that each row starts from the state of its context, and writes to no slot that another one uses."""
-        written = [slot for row in rows for slot in (row.state.slot, *(slot for _, slot in row.state.saves))]
+        written = [slot for row in rows for slot in (row.slot.slot, *(slot for _, slot in row.slot.saves))]
         assert len(written) == len(set(written)), "two states are written to one slot"
         assert set(written) <= self.slots.keys()
         for row in rows:
-            slot, source, num_folded, saves = row.state
+            slot, source, num_folded, saves = row.slot
             tokens, end, prompt_length = row.request.token_ids, row.start + row.length, row.request.prompt_length
             place = row.start - num_folded
             assert len(row.draft.token_ids) + row.draft.num_deferred <= self.k
@@ -52,8 +52,8 @@ class StateMemory:
         for row, verdict in zip(rows, verdicts, strict=True):
             salt, tokens = row.request.salt, row.request.token_ids
             accepted = tuple(verdict.draft.token_ids[node] for node in verdict.path)
-            self.slots[row.state.slot] = salt, tuple(tokens[: row.start + row.length]), accepted
-            for place, slot in row.state.saves:
+            self.slots[row.slot.slot] = salt, tuple(tokens[: row.start + row.length]), accepted
+            for place, slot in row.slot.saves:
                 self.slots[slot] = salt, tuple(tokens[:place]), ()
 
     def check_cached(self):
@@ -82,7 +82,7 @@ class StateVerifier:
     async def verify(self, rows):
         self.memory.check_cached()
         self.memory.check(rows)
-        verdicts = await self.verifier.verify([replace(row, state=None) for row in rows])
+        verdicts = await self.verifier.verify([replace(row, slot=None) for row in rows])
         self.memory.write(rows, verdicts)
         return verdicts
 

@@ -155,7 +155,7 @@ def test_inputs_that_do_not_fit_into_one_pass_of_the_draft_are_encoded_in_severa
     config = EngineConfig(num_blocks=100, block_size=4, max_num_batched_tokens=20)
     params = SamplingParams(temperature=0.0)
     requests = [
-        Request(str(len(prompt)), [*prompt, 0, 5, 9], len(prompt) + 1, params, source_length=len(prompt))
+        Request(str(len(prompt)), [*prompt, 0, 5, 9], len(prompt) + 1, params, input_length=len(prompt))
         for prompt in prompts()[2:6]
     ]
     rows = [ProposeRow(request, 4) for request in requests]

@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.drafting.model import next_tokens, tree_drafter
+from engine.drafting.model import next_tokens
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.levelwise import TIP
-from engine.drafting.model.tree_drafter import TreeDrafter
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.drafting.trees import tree_drafter
+from engine.drafting.trees.levelwise import TIP
+from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
+from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.params import SamplingParams
 from engine.verification.verifier import paths
 from tests.engine.conftest import VOCAB
-from tests.engine.drafting.model.test_tree_drafter import PARAMS, check, scores_after
 from tests.engine.drafting.proposing import Advanced, Counting, context_model, finish, propose, row
+from tests.engine.drafting.trees.test_tree_drafter import PARAMS, check, scores_after
 from tests.engine.running import make_engine, run
 from tests.fakes import ContextModel, LateModel
 

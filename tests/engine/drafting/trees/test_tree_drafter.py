@@ -11,9 +11,9 @@ import torch
 from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.levelwise import TIP
 from engine.drafting.model.next_tokens import NextTokens
-from engine.drafting.model.tree_drafter import BestFirstTree, TreeDrafter
+from engine.drafting.trees.levelwise import TIP
+from engine.drafting.trees.tree_drafter import BestFirstTree, TreeDrafter
 from engine.params import SamplingParams
 from engine.protocols import Request
 from engine.sampling.logits import Run, noised, shape

@@ -16,10 +16,10 @@ from collections.abc import Callable, Container, Sequence
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.levelwise import TIP, Kept, TreeLevel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
-from engine.drafting.model.tree_drafter import COMPUTED_PER_NODE, BestFirstTree, TreeDrafter
 from engine.drafting.run_ahead.passes import WIDTHS, PassesAhead, Work
+from engine.drafting.trees.levelwise import TIP, Kept, TreeLevel
+from engine.drafting.trees.tree_drafter import COMPUTED_PER_NODE, BestFirstTree, TreeDrafter
 from engine.execution.batch import ForwardBatch
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, run_in_process
 

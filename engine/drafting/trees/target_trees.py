@@ -7,14 +7,14 @@ own blocks, and the verification pass overwrites the places of the nodes that ar
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine.blocks.block_table import block_table
+from engine.blocks.block_pool import block_table
 from engine.config import EngineConfig
 from engine.drafting.in_target.target_chains import TargetChainDrafter, with_drafts
 from engine.drafting.model.draft_cache import CachedPrefix, DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import TokenDrawer
-from engine.drafting.model.tree_drafter import TreeDrafter
+from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.execution.backend import Backend, Part
 from engine.execution.kv_tensors import KVTensors
 from engine.protocols import ProposeRow, VerifyRow

@@ -3,17 +3,21 @@
 `tests/engine/test_engine.py` runs the same checks over random histories.
 """
 
+from dataclasses import replace
+
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelInfo
 from engine.control.plan import Plan
+from engine.hybrids.state_slots import StateSlots
 from engine.params import SamplingParams
 from engine.protocols import Request, Verdict, chain
 from engine.requests.sequence import Sequence
 from engine.scheduler import Scheduler
-from tests.engine.states import StateMemory
+from tests.engine.hybrids.memory import StateMemory
 
 BLOCK, CHUNK, BOUNDARY = 4, 8, 8
+INFO = ModelInfo("tiny", 1000, 1000, [], 0, "float32", "cpu")
 TOKEN = 7
 LONG = list(range(100, 140))
 
@@ -23,8 +27,9 @@ class Target:
 
     def __init__(self, *, num_blocks=200, chunk=CHUNK, **settings):
         defaults = {"block_size": BLOCK, "max_num_batched_tokens": 64, "num_states": 12, "num_speculative_tokens": 3}
-        self.scheduler = Scheduler(EngineConfig(**(defaults | settings)), num_blocks, 1000, chunk)
-        self.states = self.scheduler.states
+        config = EngineConfig(**(defaults | settings))
+        self.states = StateSlots(config, replace(INFO, state_chunk=chunk))
+        self.scheduler = Scheduler(config, num_blocks, 1000, self.states)
         self.memory = StateMemory(self.scheduler)
 
     def add(self, name, prompt, *, output=(), salt=b"", **params):
@@ -124,7 +129,7 @@ def test_rounds_with_and_without_drafts_fold_what_was_accepted():
     for k, accepted in ((0, 0), (3, 2), (0, 0), (3, 3), (2, 0), (1, 1)):
         target.add(f"prompt {len(folded)}", [len(folded)] * 9)
         batch, verdicts = target.compute(k, accepted=accepted)
-        folded.append(next(row.state.num_folded for row in batch if row.request is sequence.request))
+        folded.append(next(row.slot.num_folded for row in batch if row.request is sequence.request))
         target.scheduler.commit(batch, verdicts)
     assert folded == [0, 0, 2, 0, 3, 0]
 
@@ -143,13 +148,6 @@ def test_no_draft_is_longer_than_the_updates_that_a_slot_holds():
     target.round()
     batch, _ = target.compute(3, copies={"a": 9})
     assert [row.num_draft_tokens for row in batch] == [3]
-
-
-def test_a_model_without_linear_layers_gets_no_slots():
-    scheduler = Scheduler(EngineConfig(block_size=BLOCK), 100, 1000)
-    scheduler.add(Sequence(Request("a", LONG, len(LONG), SamplingParams()), frozenset(), None))
-    (row,) = scheduler.next_batch(Plan(0))
-    assert (row.length, row.state, scheduler.states.num_blocks) == (len(LONG), None, 0)
 
 
 # What is shared.
@@ -224,7 +222,7 @@ def test_without_prefix_caching_nothing_is_saved():
     target = Target(enable_prefix_caching=False)
     target.add("a", LONG)
     batch, _ = target.compute()
-    assert batch[0].state.saves == ()
+    assert batch[0].slot.saves == ()
 
 
 # Slots.

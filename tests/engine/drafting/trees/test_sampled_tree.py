@@ -13,8 +13,8 @@ import torch
 from engine.config import EngineConfig
 from engine.drafting.check import draft_problem
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.levelwise import TIP
-from engine.drafting.model.sampled_tree import SampledTree, SampledTreeDrafter, chains, likeliest_shape
+from engine.drafting.trees.levelwise import TIP
+from engine.drafting.trees.sampled_tree import SampledTree, SampledTreeDrafter, chains, likeliest_shape
 from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import ProposeRow, Request, run_in_process

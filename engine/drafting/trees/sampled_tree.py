@@ -19,8 +19,8 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.levelwise import LevelwiseDrafter, Tree, TreeLevel
 from engine.drafting.model.token_drawer import likeliest
+from engine.drafting.trees.levelwise import LevelwiseDrafter, Tree, TreeLevel
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Request
 from engine.sampling import noise

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, MT5Config, T5Config, UMT5Config
 
+from engine.encoder_decoder.t5 import bias_by_distance
 from engine.execution.batch import ForwardRow, build
-from engine.models.t5 import bias_by_distance
 from tests.engine.tiny import T5_SIZES, backend_of, save
 
 FAMILY = {
@@ -68,7 +68,7 @@ def test_rows_of_every_kind_get_transformers_logits(pair):
 def row(index, source_input, text, done, num_logits):
     context = [*source_input, *text]
     start = len(source_input) + done if done else 0
-    return ForwardRow(context[start:], start, table(index), num_logits, source_length=len(source_input))
+    return ForwardRow(context[start:], start, table(index), num_logits, input_length=len(source_input))
 
 
 def test_an_input_alone_is_encoded_for_the_passes_after_it(pair):
@@ -77,7 +77,7 @@ def test_an_input_alone_is_encoded_for_the_passes_after_it(pair):
     source_input, text = tokens(7, 1), [0, 5, 9]
     nothing = backend.run(build([row(0, source_input, [], 0, 0)], kv))
     assert (nothing.logits.shape, nothing.tokens.tolist()) == ((0, 64), [])
-    later = ForwardRow(text, 7, table(0), 3, source_length=7)
+    later = ForwardRow(text, 7, table(0), 3, input_length=7)
     actual = backend.run(build([later], kv)).logits
     torch.testing.assert_close(actual, expected(module, source_input, text), atol=2e-4, rtol=2e-4)
 

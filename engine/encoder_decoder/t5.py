@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AttentionInterface, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from engine.models.causal_lm import CausalLM
-from engine.models.layers.layer_attention import ATTENTION_NAME
+from engine.models.layers.layer_attention import paged_attention
+
+_ATTENTION_NAME = "paceline-decoder"
 
 
 @dataclass
@@ -37,7 +39,7 @@ class EncoderDecoderLM(CausalLM):
 
     def __post_init__(self) -> None:
         decoder: Any = self.module.decoder
-        decoder.config._attn_implementation = ATTENTION_NAME
+        decoder.config._attn_implementation = _ATTENTION_NAME
         decoder.register_forward_hook(_keep_tokens_with_logits, with_kwargs=True)
         projections = nn.ModuleList()
         for block in decoder.block:
@@ -46,12 +48,13 @@ class EncoderDecoderLM(CausalLM):
                 self_attention.compute_bias = _constant(bias_by_distance(self_attention))
             projections.append(nn.ModuleList([cross_attention.k, cross_attention.v]))
             cross_attention.k, cross_attention.v = nn.Identity(), nn.Identity()
+            cross_attention.is_kv_shared_layer = True
         self.module.encoder_projections = projections
 
     def forward(self, batch: Any) -> Tensor:
         """Encode the batch's inputs, then run the decoder; see `CausalLM.forward`."""
-        for source_input in batch.source_inputs:
-            self._encode(source_input.token_ids, source_input.slots, batch.paged)
+        for encoder_input in batch.added.inputs if batch.added is not None else ():
+            self._encode(encoder_input.token_ids, encoder_input.slots, batch.paged)
         config: Any = self.module.config
         if not len(batch.token_ids):
             return torch.empty(0, config.vocab_size, device=batch.token_ids.device)
@@ -91,3 +94,27 @@ def _keep_tokens_with_logits(_: nn.Module, __: object, kwargs: dict[str, Any], o
     """Drop the decoder's other outputs, before the head computes logits from them."""
     output.last_hidden_state = output.last_hidden_state[:, kwargs["logit_indices"]]
     return output
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *arguments: Any,
+    position_bias: Tensor,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `paged_attention` does, to the input or, with a bias by distance, to the text."""
+
+    def masking(group: Any, like: Tensor, block_size: int) -> Tensor:
+        if module.is_causal:
+            mask: Tensor = group.added.biased_mask(group, position_bias, block_size)
+        else:
+            mask = group.added.cross_mask(group, like, block_size)
+        return mask
+
+    return paged_attention(module, query, key, value, *arguments, masking=masking, **keywords)
+
+
+AttentionInterface.register(_ATTENTION_NAME, _attention)

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.execution.kv_tensors import LayerStates
-from engine.models.layers.layer_state import Recurrence, Update, updated
-from engine.protocols import StateRow
+from engine.models.layers.layer_state import LayerStates, Recurrence, Update, updated
+from engine.protocols import SlotRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +30,10 @@ class RowPlan:
         length: tokens, padding not included.
         num_committed: how many of them come before the draft.
         num_scanned: how many, from the first, are computed in chunks: those of the prompt.
-        parents: the draft's tree; None for a chain.
+        parents: of the draft's tokens, if it branches; None for a chain.
     """
 
-    state: StateRow
+    state: SlotRow
     start: int
     length: int
     num_committed: int
@@ -106,7 +105,7 @@ class RowStates:
         self._slots = self._tensor([plan.state.slot for plan in plans])
         self._folds = self._tensor([plan.state.num_folded for plan in plans])
         self._ends = self._tensor([plan.length if carried else plan.num_committed for plan in plans])
-        self._is_tree = any(plan.parents is not None for plan in plans)
+        self._branches = any(plan.parents is not None for plan in plans)
         self._fold_steps = [self._fold_step(fold) for fold in range(max(plan.state.num_folded for plan in plans))]
         self._first_step = min(plan.num_scanned for plan in plans)
         last = max((plan.length for plan in plans if plan.num_scanned < plan.length), default=0)
@@ -152,7 +151,7 @@ class RowStates:
             update = _masked(recurrence.update(state, entry), step.active)
             state = updated(state, update)
             outputs.append(recurrence.output(state, entry))
-            if self._is_tree:
+            if self._branches:
                 history.append(state)
             self._keep(kept, step, state, update)
         if self._carried is not None:
@@ -230,7 +229,7 @@ class RowStates:
 
     def _column(self, seen: Tensor, tap: int, taps: int) -> Tensor:
         """Return each token's input of a tap, [rows, width, channels], of [rows, taps + width, channels]."""
-        if not self._is_tree:
+        if not self._branches:
             return seen[:, tap : tap + self._width]
         if taps not in self._paths:
             paths = [[_path(plan, token, taps) for token in range(self._width)] for plan in self._plans]

@@ -3,16 +3,19 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
-from engine.execution.kv_tensors import KVTensors, LayerStates, StateTensors
+from engine.execution.kv_tensors import KVTensors
+from engine.hybrids.state_tensors import StateTensors
 from engine.models.layers.layer_attention import KVShape
-from engine.models.layers.layer_state import StateShape, Update, updated
-from engine.protocols import StateRow
+from engine.models.layers.layer_state import LayerStates, StateShape, Update, updated
+from engine.protocols import SlotRow
 
 CHUNK = 4
 SHAPE = StateShape(channels=5, taps=2, heads=4, rows=3, columns=2, groups=2)
@@ -55,12 +58,12 @@ class Layer:
         self.decay = table(4, 1).sigmoid()
         self.weight, self.bias = torch.randn(5, 3, generator=random_numbers), torch.randn(5, generator=random_numbers)
         self.kv = KVTensors(KVShape(1, 1, 1, 1), 64, 16, torch.empty(0))
-        self.kv.linear = StateTensors([SHAPE], num_slots, DEPTH, torch.empty(0))
+        model: Any = SimpleNamespace(device="cpu", dtype=torch.float32, state_shapes=[SHAPE])
+        self.kv.extras = self.states = StateTensors(model, num_slots, DEPTH)
 
     @property
     def slots(self) -> LayerStates:
-        assert self.kv.linear is not None
-        return self.kv.linear.layers[0]
+        return self.states.layers[0]
 
     def run(self, rows: Sequence[ForwardRow]) -> list[Tensor]:
         """The outputs of each row's tokens, [tokens, numbers]."""
@@ -68,31 +71,31 @@ class Layer:
         return list(torch.split(self.outputs(batch)[batch.logit_indices], [len(row.token_ids) for row in rows]))
 
     def outputs(self, batch: ForwardBatch) -> Tensor:
-        convolved = batch.paged.convolve(0, self.inputs[batch.token_ids], self.weight, self.bias)
+        convolved = self.states.of(batch.paged).convolve(0, self.inputs[batch.token_ids], self.weight, self.bias)
         key = self.key[batch.token_ids] + convolved[:, :4, None] / 10
         key = key / key.norm(dim=-1, keepdim=True)
         tokens = [key, self.value[batch.token_ids], self.decay[batch.token_ids]]
-        return torch.cat([batch.paged.recur(0, DeltaRule(), tokens).flatten(1), convolved], 1)
+        return torch.cat([self.states.of(batch.paged).recur(0, DeltaRule(), tokens).flatten(1), convolved], 1)
 
 
 def row(
     context: Sequence[int],
     start: int,
     prompt: int,
-    state: StateRow,
+    state: SlotRow,
     draft: Sequence[int] = (),
     parents: Sequence[int] | None = None,
 ) -> ForwardRow:
     tokens, drafted = [*context[start:], *draft], {"num_draft_tokens": len(draft)}
-    return ForwardRow(tokens, start, [1, 2, 3], 1, parents, prompt_length=prompt, state=state, **drafted)
+    return ForwardRow(tokens, start, [1, 2, 3], 1, parents, prompt_length=prompt, slot=state, **drafted)
 
 
 def alone(context: Sequence[int], prompt: int) -> Tensor:
     """The outputs of a context, the prompt in one pass and every later token in its own."""
     layer = Layer()
-    outputs = layer.run([row(context[:prompt], 0, prompt, StateRow(1, 0))])
+    outputs = layer.run([row(context[:prompt], 0, prompt, SlotRow(1, 0))])
     for end in range(prompt + 1, len(context) + 1):
-        outputs += layer.run([row(context[:end], end - 1, prompt, StateRow(1, 1))])
+        outputs += layer.run([row(context[:end], end - 1, prompt, SlotRow(1, 1))])
     return torch.cat(outputs)
 
 
@@ -120,7 +123,7 @@ def test_outputs_depend_on_the_context_alone(seed: int) -> None:
                 end = choose.choice([*range((done[i] // CHUNK + 1) * CHUNK, prompt, CHUNK), prompt])
             num_right = choose.randint(0, min(3, 40 - end)) if end >= prompt else 0
             draft = [*context[end : end + num_right], *some_tokens(choose.randint(0, 2))] if end >= prompt else []
-            state = StateRow(1 + i, 1 + i if done[i] else 0, done[i] - kept[i])
+            state = SlotRow(1 + i, 1 + i if done[i] else 0, done[i] - kept[i])
             rows.append(row(context[:end], done[i], prompt, state, draft))
             counts.append(end - done[i] + num_right)
             ends.append(end)
@@ -132,16 +135,15 @@ def test_outputs_depend_on_the_context_alone(seed: int) -> None:
 def test_a_tree_is_each_of_its_paths() -> None:
     context, draft, parents = some_tokens(9), some_tokens(6, seed=5), [-1, 0, 0, 2, -1, 4]
     layer = Layer()
-    (output,) = layer.run([row(context, 0, 8, StateRow(1, 0), draft, parents)])
+    (output,) = layer.run([row(context, 0, 8, SlotRow(1, 0), draft, parents)])
     for node in range(6):
         path = [node]
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
         assert torch.equal(output[9 + node], alone([*context, *(draft[i] for i in path)], 8)[-1])
-    assert layer.kv.linear is not None
-    layer.kv.linear.keep_path(1, [0, 2, 3])
+    layer.states.keep_path(SlotRow(1, 1), [0, 2, 3])
     taken = [*context, draft[0], draft[2], draft[3], 7]
-    (output,) = layer.run([row(taken, 12, 8, StateRow(1, 1, 3))])
+    (output,) = layer.run([row(taken, 12, 8, SlotRow(1, 1, 3))])
     assert torch.equal(output, alone(taken, 8)[-1:])
 
 
@@ -151,13 +153,13 @@ def test_a_saved_state_continues_at_its_place(place: int) -> None:
     prompt, context = 12, some_tokens(30)
     layer = Layer()
     saves = ((place, 2),)
-    layer.run([row(context[:prompt], 0, prompt, StateRow(1, 0, 0, saves if place <= prompt else ()))])
-    layer.run([row(context[:13], 12, prompt, StateRow(1, 1), context[13:19])])
-    layer.run([row(context[:20], 19, prompt, StateRow(1, 1, 6, saves if place == 20 else ()), context[20:26])])
-    layer.run([row(context[:22], 21, prompt, StateRow(1, 1, 1, saves if place == 22 else ()))])
+    layer.run([row(context[:prompt], 0, prompt, SlotRow(1, 0, 0, saves if place <= prompt else ()))])
+    layer.run([row(context[:13], 12, prompt, SlotRow(1, 1), context[13:19])])
+    layer.run([row(context[:20], 19, prompt, SlotRow(1, 1, 6, saves if place == 20 else ()), context[20:26])])
+    layer.run([row(context[:22], 21, prompt, SlotRow(1, 1, 1, saves if place == 22 else ()))])
     before = [part.clone() for part in (layer.slots.matrices, layer.slots.inputs)]
     expected = alone(context, prompt)
-    (output,) = layer.run([row(context[: max(place, prompt) + 1], place, prompt, StateRow(3, 2))])
+    (output,) = layer.run([row(context[: max(place, prompt) + 1], place, prompt, SlotRow(3, 2))])
     assert torch.equal(output, expected[place : max(place, prompt) + 1])
     assert torch.equal(layer.slots.matrices[2], before[0][2])
     assert torch.equal(layer.slots.inputs[2], before[1][2])
@@ -166,17 +168,17 @@ def test_a_saved_state_continues_at_its_place(place: int) -> None:
 def test_carried_states_leave_slots_as_they_are() -> None:
     prompt, context, other = 6, some_tokens(20), some_tokens(30, seed=1)
     layer = Layer()
-    layer.run([row(context[:6], 0, 6, StateRow(1, 0)), row(other[:6], 0, 6, StateRow(2, 0))])
-    layer.run([row(context[:7], 6, 6, StateRow(1, 1), context[7:10])])
+    layer.run([row(context[:6], 0, 6, SlotRow(1, 0)), row(other[:6], 0, 6, SlotRow(2, 0))])
+    layer.run([row(context[:7], 6, 6, SlotRow(1, 1), context[7:10])])
     kept = layer.slots
     before = [part.clone() for part in (kept.matrices, kept.inputs, *kept.updates)]
     expected = [alone(context, prompt), alone(other, prompt)]
     # The second row is long: it comes last in the pass, and stays the second one of the draft.
-    rows = [row(other[:26], 6, 6, StateRow(2, 2)), row(context[:11], 9, 6, StateRow(1, 1, 2))]
+    rows = [row(other[:26], 6, 6, SlotRow(2, 2)), row(context[:11], 9, 6, SlotRow(1, 1, 2))]
     batch = build(rows, layer.kv, carries=True)
     outputs = layer.outputs(batch)[batch.logit_indices]
     assert torch.equal(outputs, torch.stack([expected[1][25], expected[0][10]]))
-    passes = next_tokens([[1, 2, 3]] * 2, [26, 11], 3, layer.kv, 64, (), batch.carried)
+    passes = next_tokens([[1, 2, 3]] * 2, [26, 11], 3, layer.kv, 64, batch.added)
     for step in range(3):
         outputs = layer.outputs(passes(step, torch.tensor([other[26 + step], context[11 + step]])))
         assert torch.equal(outputs, torch.stack([expected[1][26 + step], expected[0][11 + step]]))
@@ -194,7 +196,7 @@ def test_there_are_no_steps_for_the_tokens_of_prompts(monkeypatch: pytest.Monkey
     monkeypatch.setattr(DeltaRule, "scan", lambda _, state, inputs: (torch.zeros(len(inputs[0]), 4, 2), state))
     layer = Layer()
     prompt, text = some_tokens(16), some_tokens(4)
-    layer.run([row(prompt, 0, 16, StateRow(1, 0)), row(text, 3, 3, StateRow(2, 0))])
+    layer.run([row(prompt, 0, 16, SlotRow(1, 0)), row(text, 3, 3, SlotRow(2, 0))])
     assert len(steps) == 1
 
 
@@ -204,7 +206,7 @@ def test_slot_0_stays_empty_and_freed_slots_do_not_matter() -> None:
     for part in (kept.matrices, kept.inputs, *kept.updates):
         part[1:] = float("nan")
     context = some_tokens(14)
-    (output,) = layer.run([row(context, 0, 14, StateRow(3, 0))])
+    (output,) = layer.run([row(context, 0, 14, SlotRow(3, 0))])
     assert torch.equal(output, alone(context, 14))
     assert not any(part[0].any() for part in (kept.matrices, kept.inputs, *kept.updates))
 
@@ -217,8 +219,7 @@ def test_a_slot_has_the_planned_bytes() -> None:
 
 def test_a_part_of_a_model_sees_the_states_of_its_own_layers() -> None:
     layer = Layer()
-    assert layer.kv.linear is not None
-    part = layer.kv.first_layers(1, 1).linear
-    assert part is not None
-    assert part.layers == layer.kv.linear.layers
-    assert layer.kv.first_layers(1).linear is None, "a head has no linear layers"
+    part = layer.kv.first_layers(1, 1).extras
+    assert isinstance(part, StateTensors)
+    assert part.layers == layer.states.layers
+    assert not layer.kv.first_layers(1).extras.num_slots, "a head has no linear layers"

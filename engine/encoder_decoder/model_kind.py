@@ -52,7 +52,7 @@ class EncoderDecoder(ModelKind):
     @property
     def model_class(self) -> "type[CausalLM]":
         """The class of loaded models."""
-        from engine.models.t5 import EncoderDecoderLM
+        from engine.encoder_decoder.t5 import EncoderDecoderLM
 
         return EncoderDecoderLM
 

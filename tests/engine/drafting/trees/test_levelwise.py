@@ -6,11 +6,11 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.tree_drafter import TreeDrafter
+from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.verification.verifier import paths
 from tests.engine.conftest import VOCAB
-from tests.engine.drafting.model.test_tree_drafter import CONFIG, MODEL, PARAMS
 from tests.engine.drafting.proposing import Counting, propose, row
+from tests.engine.drafting.trees.test_tree_drafter import CONFIG, MODEL, PARAMS
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)

@@ -1,0 +1,16 @@
+"""InputRows: an encoder's input is in one row, whose tokens all see each other, with the token that starts the text."""
+
+from engine.blocks.row_extras import RowExtras
+from engine.config import EngineConfig, ModelInfo
+from engine.protocols import Request
+
+
+class InputRows(RowExtras):
+    """Schedules inputs whole; one may exceed the remaining budget, because the encoder computes it in its own pass."""
+
+    def __init__(self, _config: EngineConfig, _target: ModelInfo) -> None:
+        """Make what nothing depends on."""
+
+    def row_length(self, request: Request, start: int, length: int) -> int:
+        """Return the length of a row; see `RowExtras`."""
+        return max(length, request.input_length + 1) if start < request.input_length else length

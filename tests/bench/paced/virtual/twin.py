@@ -19,11 +19,12 @@ from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.backend import Backend
-from tests.bench.paced.group import Arm, Models, answer_verifications, make_engine, use
+from tests.bench.paced.group import Models, answer_verifications, make_engine, use
 from tests.bench.paced.roofline import PacedDevice, Pair, Work
 from tests.bench.paced.virtual.clock import Process, VirtualLoop, virtual_time
 from tests.bench.paced.virtual.wire import Answer, Costs, VirtualLink, VirtualWorker
 from tests.bench.paced_device import Accelerator, PacedBackend
+from tests.bench.workload import Arm
 
 T = TypeVar("T")
 

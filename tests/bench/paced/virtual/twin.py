@@ -78,14 +78,20 @@ class Twin:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-        self.run(asyncio.sleep(0))
+        self.run(self._end())
         self.loop.close()
         self._time.__exit__(*error)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
+
+    async def _end(self) -> None:
+        """End the workers, and the rounds in flight, which would end at any later time and miss the loop."""
+        for task in self._tasks:
+            task.cancel()
+        for group in self.groups:
+            group.engine.reset()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _start(self) -> None:
         """Start all workers, and connect the Routers to them."""

@@ -4,6 +4,6 @@ In reading order: `commands` (what each command does), `workload` (models, promp
 row of a cell), `contestants/` (each way to decode), `worker` (a contestant in a process of its own), `turns` (all
 contestants in turn) and `compare` (the table and the ratios).
 
-Other commands: `plan` (what pays, by arithmetic), `profile` with `spans`, `abuse`, `methods/` (every drafting method
+Other commands: `plan` (what pays, by arithmetic), `abuse`, `methods/` (every drafting method
 with every rule), `paced/` (at the pace of GPUs) and the `paced_device` that it runs on.
 """

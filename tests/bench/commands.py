@@ -41,7 +41,7 @@ from tests.bench.paced.virtual.commands import PAIRS, PARTS, twin
 from tests.bench.paced.virtual.measures import HIDDEN_ARMS
 from tests.bench.plan import accepted_of, plan, read_prices
 from tests.bench.turns import collect
-from tests.bench.workload import Cell, Setting, Workload, read_prompts
+from tests.bench.workload import Arm, Cell, Workload, read_prompts
 
 METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none", "mtp", "head_worker"))
 """Those of one process, on the bundled models."""
@@ -176,7 +176,7 @@ def _methods(options: Namespace, workload: Workload, console: Console) -> list[s
 
 def _paced(options: Namespace, workload: Workload, console: Console) -> list[str]:
     for arm in options.arms:
-        Setting.of(arm, workload.num_speculative_tokens)
+        _ = Arm.of(arm, workload.num_speculative_tokens).settings
     cells = [Cell(size, heat) for size in options.streams for heat in options.temperatures]
     workload = replace(workload, device="cpu", cells=cells)
     return paced(workload, options.pair, options.arms, console, json=options.json)

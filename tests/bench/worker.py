@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from tests.bench.contestants.with_vllm import PEERS, VLLMMethod, environment
 from tests.bench.figures import Batch, Method
-from tests.bench.workload import Cell, Setting, Workload
+from tests.bench.workload import Arm, Cell, Workload
 
 END_TIMEOUT_S = 120.0
 BATCHES = TypeAdapter(list[Batch])
@@ -42,7 +42,7 @@ def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
     if name == "transformers-assisted":
         return [partial(AssistedMethod, workload, None), partial(AssistedMethod, workload, k)]
     place, arm = name.split("-", 1)
-    return [partial(EngineMethod if place == "engine" else ServeMethod, workload, Setting.of(arm, k))]
+    return [partial(EngineMethod if place == "engine" else ServeMethod, workload, Arm.of(arm, k))]
 
 
 def cells_of(name: str, workload: Workload) -> list[Cell]:

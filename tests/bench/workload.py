@@ -6,13 +6,11 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Self
 
 from engine.config import Compile, Dtype, EngineConfig, ModelConfig, Speculation
 from engine.models.registry import open_model
-
-if TYPE_CHECKING:
-    from cluster.config import RunAhead  # vLLM's environment has no Ray
+from engine.protocols import Overlap
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 SEED = 20
@@ -38,33 +36,53 @@ class Cell:
     temperature: float
 
 
-class Setting(NamedTuple):
-    """What an arm of a comparison means."""
+OVERLAPS: dict[str, tuple[Overlap, ...]] = {
+    "in-turn": ("none",),
+    "run-ahead": ("ahead",),
+    "alternate": ("alternate",),
+    "any": ("none", "ahead", "alternate"),
+}
 
-    num_speculative_tokens: int
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How a group decodes: who chooses the length of drafts, how long they are, and what overlaps a verification."""
+
+    name: str
+    k: int
     speculation: Speculation
-    run_ahead: "RunAhead"
+    overlaps: tuple[Overlap, ...] = ("none",)
 
     @classmethod
-    def of(cls, arm: str, k: int) -> "Setting":
-        """Return the meaning of `plain`, `speculative`, `adaptive` or `fixed-K`; with `-run-ahead` behind it, or alone,
-        the draft runs ahead.
+    def of(cls, name: str, k: int) -> Self:
+        """Return the arm `plain`, or `speculative`, `adaptive` or `fixed-K`, or one of these with `-run-ahead`,
+        `-alternate` or `-any` behind it; the last three alone mean `speculative`.
 
         Raises:
             ValueError: there is no such arm.
         """
-        run_ahead: RunAhead = "on" if arm.endswith("run-ahead") else "off"
-        base = arm.removesuffix("run-ahead").removesuffix("-")
+        overlap = next((word for word in OVERLAPS if name.endswith(word)), "in-turn")
+        base = name.removesuffix(overlap).removesuffix("-") or "speculative"
         prefix, _, length = base.partition("-")
-        if base in ("", "speculative"):
-            return cls(k, "fixed", run_ahead)
-        if base == "adaptive":
-            return cls(k, "adaptive", run_ahead)
-        if base == "plain" and run_ahead == "off":
-            return cls(0, "off", run_ahead)
+        if base == "plain" and overlap == "in-turn":
+            return cls(name, 0, "off")
+        if base in ("speculative", "adaptive"):
+            return cls(name, k, "fixed" if base == "speculative" else "adaptive", OVERLAPS[overlap])
         if prefix != "fixed" or not length.isdigit():
-            raise ValueError(f"there is no arm {arm!r}")
-        return cls(int(length), "fixed", run_ahead)
+            raise ValueError(f"there is no arm {name!r}")
+        return cls(name, int(length), "fixed", OVERLAPS[overlap])
+
+    @property
+    def runs_ahead(self) -> bool:
+        return "ahead" in self.overlaps
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The served application's; ValueError if it has none for this arm, since it chooses by itself to alternate."""
+        if "alternate" in self.overlaps:
+            raise ValueError(f"a server cannot be told to decode as arm {self.name!r}")
+        run_ahead = "on" if self.runs_ahead else "off"
+        return {"num_speculative_tokens": self.k, "speculation": self.speculation, "run_ahead": run_ahead}
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ def caches(engine):
 
 
 def reset(engine):
-    """Do as a target that is started again: whatever it held is lost."""
+    """Do as a target that is started again: whatever it held is lost, and what is in flight."""
     for cache in caches(engine):
         cache.fill_(7.0)
     if isinstance(engine.verifier, OrderedTarget):
@@ -231,8 +231,7 @@ async def written(start, cell, requests, predicted):
         if cell.loss == "the target resets" and number % 5 == 0:
             reset(engine)
         if cell.loss == "the engine dies" and number == 9:
-            if isinstance(engine.verifier, OrderedTarget):
-                engine.verifier.restart()
+            reset(engine)
             engine = start(cell)
             for name, request in requests.items():
                 if not rounds[name] or rounds[name][-1].finish_reason is None:

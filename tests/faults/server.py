@@ -1,15 +1,15 @@
 """FaultServer: the bundled pair as it is served, and its processes by name."""
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-import httpx
 import psutil
 
+from deployments.diagnosis.http_client import Metrics
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.bench.contestants.with_serve import Server
 from tests.bench.workload import Cell, Workload
+from tests.e2e.servers import metrics
 from tests.faults.streams import REQUESTS
 
 APPEAR_TIMEOUT_S = 60.0
@@ -44,40 +44,22 @@ class FaultServer(Server):
         found = [process for process, title in titles if _is_called(title, name)]
         return sorted(found, key=lambda process: process.pid)
 
-    def counts_by(self, name: str, label: str) -> dict[str, float]:
-        """Return the samples of one name by the value of a label."""
-        named = [(sample, value) for sample, value in self._samples() if sample.startswith(f"{name}{{")]
-        return _sums((sample.partition(f'{label}="')[2].partition('"')[0], value) for sample, value in named)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the samples of `/metrics`; those of one name are added."""
-        return _sums((sample.partition("{")[0], value) for sample, value in self._samples())
-
-    def _samples(self) -> list[tuple[str, float]]:
-        lines = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text.splitlines()
-        pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
-        return [(sample, float(value)) for sample, _, value in pairs]
+    def metrics(self) -> Metrics:
+        return metrics(self.url)
 
     @property
     def num_resubmissions(self) -> float:
-        return self.metrics().get("paceline:resubmissions_total", 0.0)
+        return self.metrics().total("paceline:resubmissions_total")
 
     def what_is_left(self, timeout_s: float = 10.0) -> dict[str, float]:
         """Return the gauges that are not zero, although no request is open."""
         deadline = time.monotonic() + timeout_s
         while True:
-            metrics = self.metrics()
-            left = {name: metrics[name] for name in GAUGES if metrics[name]}
+            found = self.metrics()
+            left = {name: found.total(name) for name in GAUGES if found.total(name)}
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)
-
-
-def _sums(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    totals: dict[str, float] = defaultdict(float)
-    for key, value in pairs:
-        totals[key] += value
-    return dict(totals)
 
 
 def _is_called(title: str, name: str) -> bool:

@@ -104,9 +104,12 @@ async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) 
     report.problems += half_closed(server)
     if (more := count_files(server, ":Ingress") - num_files) > MORE_FILES:
         report.problems.append(f"the Ingress has {more} more files open")
-    report.resubmissions = server.counts_by("paceline:resubmissions_total", "reason")
-    ended = server.counts_by("paceline:requests_ended_total", "outcome")
-    report.counters = {"started": server.metrics()["paceline:requests_started_total"], **ended}
+    metrics = server.metrics()
+    moved = metrics.by("paceline:resubmissions_total", "reason")
+    report.resubmissions = {reason: count for (reason,), count in moved.items()}
+    ended = metrics.by("paceline:requests_ended_total", "outcome")
+    started = metrics.total("paceline:requests_started_total")
+    report.counters = {"started": started, **{outcome: count for (outcome,), count in ended.items()}}
     report.problems += find_imbalance(report)
 
 

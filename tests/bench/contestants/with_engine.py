@@ -13,18 +13,18 @@ from engine.engine import Engine
 from engine.llm import LLM, run_in_process
 from engine.params import SamplingParams
 from tests.bench.figures import Batch, RoundSplit, Timeline
-from tests.bench.workload import Cell, Setting, Workload
+from tests.bench.workload import Arm, Cell, Workload
 from tests.load.records import Acceptance
 
 
 class EngineMethod:
     """The engine's own loop, with speculation or without."""
 
-    def __init__(self, workload: Workload, setting: Setting) -> None:
+    def __init__(self, workload: Workload, arm: Arm) -> None:
         torch.set_num_threads(workload.num_threads)
-        self.num_speculative_tokens: int | None = setting.num_speculative_tokens
+        self.num_speculative_tokens: int | None = arm.k
         self._num_tokens = workload.num_tokens
-        self.engine = load(workload, setting).engine
+        self.engine = load(workload, arm).engine
         self._seconds = Counter[str]()
         self._time(self.engine.verifier, "verify")
         self._time(self.engine.drafter, "propose")
@@ -67,13 +67,13 @@ def acceptance(stats: SpeculationStats) -> Acceptance:
     return Acceptance(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
 
 
-def load(workload: Workload, setting: Setting) -> LLM:
+def load(workload: Workload, arm: Arm) -> LLM:
     """Load the engine; it may not keep a prompt's keys and values for the next time, since transformers does not."""
     return LLM(
         workload.target,
         workload.draft,
-        num_speculative_tokens=setting.num_speculative_tokens,
-        speculation=setting.speculation,
+        num_speculative_tokens=arm.k,
+        speculation=arm.speculation,
         dtype=workload.dtype,
         device=workload.device,
         compile=workload.compile,

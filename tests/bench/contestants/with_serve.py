@@ -20,7 +20,7 @@ from deployments.local.environment import serve_environment
 from tests.bench.contestants.processes import cpu_seconds, freeze, thaw
 from tests.bench.contestants.readings import Reading, split_between
 from tests.bench.figures import Batch, Timeline
-from tests.bench.workload import Cell, Setting, Workload
+from tests.bench.workload import Arm, Cell, Workload
 from tests.e2e.servers import free_port
 from tests.load.client import data_of_events
 
@@ -123,13 +123,13 @@ class ServeMethod:
     The client is aiohttp's, which reads HTTP in C: it shares the cores, and httpx would be a tenth of what is measured.
 
     Args:
-        setting: its draft length, control and running ahead; a length of 0 serves without a draft.
+        arm: `plain` serves without a draft.
     """
 
-    def __init__(self, workload: Workload, setting: Setting) -> None:
-        self.num_speculative_tokens: int | None = setting.num_speculative_tokens
+    def __init__(self, workload: Workload, arm: Arm) -> None:
+        self.num_speculative_tokens: int | None = arm.k
         self._num_tokens = workload.num_tokens
-        self._server = Server(workload, setting._asdict())
+        self._server = Server(workload, arm.settings)
         self._runner = asyncio.Runner()
         try:
             self._client = self._runner.run(_open_client(self._server.url))

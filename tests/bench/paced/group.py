@@ -13,7 +13,7 @@ from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Link
 from cluster.workers.draft_queue import DraftQueue
 from cluster.workers.responder import TargetResponder
-from engine.config import EngineConfig, ModelConfig, ModelInfo, Speculation
+from engine.config import EngineConfig, ModelConfig, ModelInfo
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.chains import RunAheadDrafter
@@ -25,64 +25,26 @@ from engine.models.loader import load_model
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
 from engine.params import SamplingParams
-from engine.protocols import Overlap
 from engine.sampling.grammar import Grammars
 from engine.verification.verifier import ModelVerifier
+from tests.bench.workload import Arm
 
 SPARE_TOKENS = 128
 """Tokens of each row for drafts, and for the scratch places of running ahead."""
-OVERLAPS: dict[str, tuple[Overlap, ...]] = {
-    "in-turn": ("none",),
-    "run-ahead": ("ahead",),
-    "alternate": ("alternate",),
-    "any": ("none", "ahead", "alternate"),
-}
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """How a group decodes: who chooses the length of drafts, how long they are, and what overlaps a verification."""
-
-    name: str
-    k: int
-    speculation: Speculation
-    overlaps: tuple[Overlap, ...] = ("none",)
-
-    @classmethod
-    def of(cls, name: str, k: int) -> Self:
-        """Return the arm `plain`, or `speculative`, `adaptive` or `fixed-K`, or one of these with `-run-ahead`,
-        `-alternate` or `-any` behind it; the last three alone mean `speculative`.
-
-        Raises:
-            ValueError: there is no such arm.
-        """
-        overlap = next((word for word in OVERLAPS if name.endswith(word)), "in-turn")
-        base = name.removesuffix(overlap).removesuffix("-") or "speculative"
-        prefix, _, length = base.partition("-")
-        if base == "plain" and overlap == "in-turn":
-            return cls(name, 0, "off")
-        if base in ("speculative", "adaptive"):
-            return cls(name, k, "fixed" if base == "speculative" else "adaptive", OVERLAPS[overlap])
-        if prefix != "fixed" or not length.isdigit():
-            raise ValueError(f"there is no arm {name!r}")
-        return cls(name, int(length), "fixed", OVERLAPS[overlap])
-
-    @property
-    def runs_ahead(self) -> bool:
-        return "ahead" in self.overlaps
-
-    def config(self, num_rows: int, longest: int, drafting: str = "model") -> EngineConfig:
-        """Return settings for so many rows of at most `longest` tokens, whose caches are never full."""
-        per_row = 2 + self.k
-        config = EngineConfig(
-            num_speculative_tokens=max(1, self.k),
-            speculation=self.speculation,
-            drafting=drafting,
-            max_num_seqs=num_rows,
-            max_num_batched_tokens=max(1024, num_rows * per_row),
-            enable_prefix_caching=False,
-        )
-        return replace(config, num_blocks=num_rows * -(-(longest + SPARE_TOKENS) // config.block_size) + 1)
+def config_of(arm: Arm, num_rows: int, longest: int, drafting: str = "model") -> EngineConfig:
+    """Return settings for so many rows of at most `longest` tokens, whose caches are never full."""
+    per_row = 2 + arm.k
+    config = EngineConfig(
+        num_speculative_tokens=max(1, arm.k),
+        speculation=arm.speculation,
+        drafting=drafting,
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=max(1024, num_rows * per_row),
+        enable_prefix_caching=False,
+    )
+    return replace(config, num_blocks=num_rows * -(-(longest + SPARE_TOKENS) // config.block_size) + 1)
 
 
 @dataclass(frozen=True, slots=True)

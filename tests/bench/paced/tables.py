@@ -9,7 +9,7 @@ from rich.table import Table
 from tests.bench.contestants.processes import NAMES
 from tests.bench.figures import Row, figure, paired_ratio
 from tests.bench.paced.roofline import Pair
-from tests.bench.workload import Setting, Workload
+from tests.bench.workload import Arm, Workload
 
 LATE = 1.1
 """A target pass that takes so many times its roofline was not only paced."""
@@ -46,8 +46,8 @@ def paced_cells(rows: Sequence[Row], pair: Pair, workload: Workload) -> Iterator
     for row in rows:
         place, arm = row.name.split("-", 1)
         gain = share_of_bound = target_ms = added_ms = over_engine = None
-        setting = Setting.of(arm, workload.num_speculative_tokens)
-        k, num_rows = setting.num_speculative_tokens, row.rows_per_round
+        setting = Arm.of(arm, workload.num_speculative_tokens)
+        k, num_rows = setting.k, row.rows_per_round
         if num_rows is not None and row.round_ms is not None and setting.speculation != "adaptive":
             late = 1.0 if row.hit_rounds is None else 1 - row.hit_rounds
             target_ms = 1e3 * pair.target_s(num_rows, k, context)

@@ -8,10 +8,11 @@ from statistics import mean, stdev
 
 from scipy.stats import t as student
 
-from tests.bench.paced.group import Arm, Finish, Models, Stretch, decode
+from tests.bench.paced.group import Finish, Models, Stretch, config_of, decode
 from tests.bench.paced.roofline import Pair
 from tests.bench.paced.virtual.twin import Place, Twin
 from tests.bench.paced.virtual.wire import Costs
+from tests.bench.workload import Arm
 
 _STAGGER_S = 0.0037
 """Between the starts of two groups, so that their rounds have different phases."""
@@ -87,7 +88,7 @@ def time_arm(
     """Time one arm; the temperatures and the prompts are given to the rows in turn."""
     arm = Arm.of(name, bench.k)
     longest = max(map(len, bench.prompts)) + bench.num_warm + 4 * bench.num_tokens
-    config = arm.config(rows, longest, drafting)
+    config = config_of(arm, rows, longest, drafting)
     heats = list(itertools.islice(itertools.cycle(temperatures), rows))
 
     async def one(number: int) -> Stretch:

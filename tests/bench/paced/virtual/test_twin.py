@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.bench.paced.group import Arm, Finish, Models, decode
+from tests.bench.paced.group import Finish, Models, config_of, decode
 from tests.bench.paced.light_pair import make_light_pair
 from tests.bench.paced.virtual.measures import check_texts
 from tests.bench.paced.virtual.twin import Twin
 from tests.bench.paced.virtual.wire import FREE, Costs
+from tests.bench.workload import Arm
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15, 16]]
 K = 4
@@ -42,7 +43,7 @@ def models(tmp_path_factory):
 def timed(models, devices, name, rows, *, costs=FREE, temperature=0.7, num_groups=1, **options):
     """Return the stretches of all groups, and the twin."""
     arm = Arm.of(name, K)
-    config = arm.config(rows, 200)
+    config = config_of(arm, rows, 200)
     finish = Finish(num_groups)
 
     async def all_groups():

@@ -19,11 +19,12 @@ from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.backend import Backend
-from tests.bench.paced.group import Arm, Models, answer_verifications, make_engine, use
+from tests.bench.paced.group import Models, answer_verifications, make_engine, use
 from tests.bench.paced.roofline import PacedDevice, Pair, Work
 from tests.bench.paced.virtual.clock import Process, VirtualLoop, virtual_time
 from tests.bench.paced.virtual.wire import Answer, Costs, VirtualLink, VirtualWorker
 from tests.bench.paced_device import Accelerator, PacedBackend
+from tests.bench.workload import Arm
 
 T = TypeVar("T")
 
@@ -77,14 +78,20 @@ class Twin:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for task in asyncio.all_tasks(self.loop):
-            task.cancel()
-        self.run(asyncio.sleep(0))
+        self.run(self._end())
         self.loop.close()
         self._time.__exit__(*error)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
+
+    async def _end(self) -> None:
+        """End the workers, and the rounds in flight, which would end at any later time and miss the loop."""
+        for task in self._tasks:
+            task.cancel()
+        for group in self.groups:
+            group.engine.reset()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _start(self) -> None:
         """Start all workers, and connect the Routers to them."""

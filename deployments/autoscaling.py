@@ -1,8 +1,6 @@
-"""The policies: Routers follow the number of waiting and running sequences, draft workers their utilisation.
+"""Autoscaling: Routers by their waiting and running sequences, draft workers by their utilisation.
 
-Serve's own policy counts calls, but one call may have several prompts and `n` choices each. This one reacts to a step
-in load within 3 s, Serve's defaults within 14 s: a replica records its numbers every 0.2 s and sends them every 0.4 s,
-their mean over a second rises within 1 s, the upscale delay is 1 s, and the controller's loop takes 0.1 s.
+Serve's own policy counts calls, which may have many sequences, and reacts within 14 s; this policy reacts within 3 s.
 """
 
 import math
@@ -15,10 +13,9 @@ from deployments.config import Autoscaling, PoolSize
 from deployments.wire import IS_RECOVERING, NUM_REQUESTS, UTILISATION
 
 CALM = 0.8
-"""Replicas are removed only if the rest would have at most this part of `requests_per_replica`."""
+"""Replicas are removed only if the remaining replicas would have at most this share of `requests_per_replica`."""
 BUSY, IDLE = 0.7, 0.4
-"""Draft workers are added if they draft for more than `BUSY` of the time, because rounds then wait for one another's
-drafts, and removed only if the rest would draft for at most `IDLE`."""
+"""Draft workers are added above a utilisation of `BUSY`, and removed if the remaining workers stay below `IDLE`."""
 _UPSCALE_DELAY_S = 1.0
 _POOL_DELAYS_S = (10.0, 300.0)
 _LOOK_BACK_S = 1.0
@@ -26,7 +23,7 @@ _PUSH_INTERVAL_S = 0.4
 
 
 class QueueDepthPolicy:
-    """Chooses the number of replicas, in Serve's controller; those that restart their target come on top of it."""
+    """Chooses the number of Routers, in Serve's controller; Routers that restart their target come on top."""
 
     def __init__(self, requests_per_replica: int) -> None:
         self._requests_per_replica = requests_per_replica
@@ -66,7 +63,7 @@ class UtilisationPolicy:
 
 
 def autoscaling_config(settings: Autoscaling | PoolSize) -> AutoscalingConfig | None:
-    """Return Serve's autoscaling settings for Routers or for draft workers; None is a fixed number of replicas."""
+    """Return Serve's autoscaling settings for Routers or draft workers; None keeps their number fixed."""
     if isinstance(settings, Autoscaling):
         lower_bound, delays_s = settings.min_replicas, (_UPSCALE_DELAY_S, settings.downscale_delay_s)
         sizes = {"requests_per_replica": settings.requests_per_replica}
@@ -77,7 +74,7 @@ def autoscaling_config(settings: Autoscaling | PoolSize) -> AutoscalingConfig | 
     if lower_bound == settings.upper_bound:
         return None
     with warnings.catch_warnings():
-        # It says that environment variables will replace metrics_interval_s; in Ray 2.60 they have no effect.
+        # The warning names environment variables for metrics_interval_s; in Ray 2.60 they have no effect.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=lower_bound,

@@ -34,16 +34,13 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 STREAMS_PER_INGRESS = 10_000
 HEALTH_CHECK_PERIOD_S = 2.0
-"""How often Serve's controller checks a replica, and so how soon it replaces a dead one; Serve's default is 10 s."""
+"""How soon Serve's controller notices and replaces a dead replica; Serve's default is 10 s."""
 START_TRIES = 3
-"""Attempts at a replica's first start. After a restart of Serve's controller every start counts as the first, so with a
-single attempt a worker killed at that moment would end the service for good."""
-FAILED_CHECKS = 3
-"""Serve replaces a replica after so many failed health checks in a row."""
+"""More than one: after a restart of Serve's controller, one failed start would end the service for good."""
+FAILED_CHECKS = 3  # in a row, after which Serve replaces a replica
 INGRESS_CPUS = 0.1
 CPUS_PER_INGRESS = 8
-MAX_INGRESS_REPLICAS = 4
-"""Only a default: `num_ingress_replicas` may be larger."""
+MAX_INGRESS_REPLICAS = 4  # by default; `num_ingress_replicas` may be larger
 
 
 def app(config: AppConfig) -> Application:
@@ -52,8 +49,8 @@ def app(config: AppConfig) -> Application:
 
 
 def build(config: AppConfig, *, can_grow: bool) -> Application:
-    """Return the application, as `app`: Ingresses over autoscaled Routers, each with its own speculation group."""
-    # Read here and passed on: the processes of a running cluster do not have the caller's environment.
+    """Bind Ingresses to autoscaled Routers; unless the cluster `can_grow`, raise ArgumentError if it lacks room."""
+    # Read here, because the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
     group, nodes = group_config(config), _nodes()
     num_gpus = sum(node.resources.get("GPU", 0) for node in nodes.values())
@@ -109,7 +106,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     )
     front = ingress_config(config)
     pool = [] if config.draft_pool is None else [_draft_pool(config.draft_pool, group, num_gpus, watched)]
-    # Another draft replaces the pool alone: Routers then lease one of its new workers.
+    # A new draft replaces only the pool: Routers then lease its new workers.
     router = with_version(router, _version(replace(group, draft=None) if pool else group))
     ingress = with_version(ingress, _version(front, keys, config.label_selector.ingress))
     application: Application = ingress.bind(front, router.bind(group, *pool), keys=keys)
@@ -117,7 +114,6 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
 
 
 def _draft_pool(settings: PoolSize, group: GroupConfig, num_gpus: float, watched: dict[str, Any]) -> Application:
-    """Return the deployment of the pool's draft workers, bound to its settings."""
     pool, scaling = pool_config(group), autoscaling_config(settings)
     drafts: Any = serve.deployment(
         Drafts,
@@ -132,7 +128,7 @@ def _draft_pool(settings: PoolSize, group: GroupConfig, num_gpus: float, watched
 
 
 def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> None:
-    """Raise ModelError if models cannot be served, before Serve tries again and again; bundled or absent ones pass."""
+    """Raise ModelError for unusable models, before Serve tries again and again; absent models pass if `can_grow`."""
     if {pair.target_model, pair.draft_model} <= {"auto", "bundled", "bundled-head", "none"}:
         return
     target, draft = open_model(group.target), None if group.draft is None else open_model(group.draft)
@@ -141,7 +137,7 @@ def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> No
         are_here = all(source.has_weights for source in sources)
     if can_grow and not are_here:
         return
-    # What imports no torch comes first.
+    # Checks that import no torch come first.
     _ = target.tokenizer, [source.weight_shapes for source in sources if source.weight_files[0].suffix != ".gguf"]
     suited_to_models(group, target, draft)
     from engine.drafting.assembly import check_files
@@ -150,12 +146,12 @@ def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> No
 
 
 def _version(*arguments: object) -> str:
-    """Return a digest of a deployment's arguments and this package; new files of a model do not change it."""
+    """Return a digest of a deployment's arguments and this package; a model's new files do not change it."""
     return hashlib.sha256(repr((*arguments, installed_version())).encode()).hexdigest()
 
 
 def surge_percent(num_replicas: int, room: int) -> int:
-    """Return the percentage of replicas that Serve may start before it stops old ones, within `room`; 0 is none."""
+    """Return the percentage of replicas that Serve may start before it stops old ones, within `room`."""
     # Serve takes the percentage of the present replicas and rounds up; together they never exceed `room`.
     return min(100, max(0, 100 * (room - num_replicas) // num_replicas))
 
@@ -188,7 +184,6 @@ def _check_room(
 
 
 def _nodes() -> dict[str, Node]:
-    """Return the resources of the cluster's nodes, or this machine's before Ray has started."""
     if ray.is_initialized():
         return cluster_nodes()
     return {"this machine": Node(*this_machine())}

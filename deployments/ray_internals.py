@@ -1,8 +1,4 @@
-"""Everything that this package uses of Ray Serve without a public interface; review it when Ray is upgraded.
-
-Ray Core's private parts are in `cluster/ray_core.py`. No other module imports private modules of Ray, and
-`tests/deployments/test_ray_internals.py` fails at another minor version of Ray.
-"""
+"""The parts of Ray Serve without a public interface that this package uses; review them when Ray is upgraded."""
 
 from typing import Any
 
@@ -19,17 +15,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def shutdown_timeout_s() -> float | None:
-    """Return how long Serve lets this replica finish, as its replica object says; None until Serve stops it."""
+    """Return how long Serve lets this replica finish its requests; None until Serve stops it."""
     replicas = (getattr(actor, "_replica_impl", None) for actor in global_worker.actors.values())
     stopped = next((replica for replica in replicas if replica is not None and replica._shutting_down), None)
     return None if stopped is None else float(stopped._deployment_config.graceful_shutdown_timeout_s)
 
 
 def bind_replica() -> None:
-    """Bind this replica's gRPC server to 127.0.0.1 if Ray's own ports are bound to it.
-
-    Serve binds all interfaces, after constructing the deployment, and has no setting; the constructor calls this.
-    """
+    """Let Serve bind this replica's gRPC server to 127.0.0.1 if Ray's ports are; for the deployment's constructor."""
     if ray.util.get_node_ip_address() == LOOPBACK:
         bind: Any = replica.add_port_to_grpc_server  # type: ignore[attr-defined]
         replica.add_port_to_grpc_server = lambda server, address: bind(  # type: ignore[attr-defined]
@@ -38,27 +31,27 @@ def bind_replica() -> None:
 
 
 async def replica_calls(response: DeploymentBroadcastResponse) -> list[Any]:
-    """Return the call to each replica of a broadcast, with `get_async()`; the public method waits for all of them."""
+    """Return the call to each replica of a broadcast; the public method waits for all of them."""
     calls: list[Any] = await response._fetch_replica_results_async()
     return calls
 
 
 def base_url() -> str:
-    """Return Serve's URL; empty if Serve does not run. It blocks."""
+    """Return Serve's URL, empty if Serve does not run; blocks."""
     client = _get_global_client()
     return "" if client is None else str(client.root_url)
 
 
 def with_version(deployment: Deployment, version: str) -> Deployment:
-    """Return the deployment with its own version, not the application's; Serve replaces replicas if it changes."""
-    # `serve run` reads the option. A config file's deployment is sent to the controller as `to_proto` returns it.
+    """Return the deployment with a version of its own, so that Serve replaces its replicas only if that changes."""
+    # `serve run` reads the option. A config file's deployment is sent to the controller by `to_proto`.
     versioned = deployment.options(version=version, _internal=True)
     versioned._deployment_config = _VersionedConfig.of(versioned._deployment_config, version)
     return versioned
 
 
 class _VersionedConfig(DeploymentConfig):
-    """A deployment's configuration that keeps its version where Serve sets the application's."""
+    """A deployment's configuration that keeps its version when Serve sets the application's version."""
 
     _version: str = PrivateAttr()
 

@@ -1,8 +1,4 @@
-"""What Ingress and Router say to each other.
-
-An Ingress calls a Router with a `Generation`; the call lasts until the Router has finished the request. The Router
-answers on the connection that the Ingress has subscribed to: `Outputs` and `End` for a request, `Report` on itself.
-"""
+"""Messages: an Ingress calls a Router with a `Generation`; the Router sends `Outputs`, an `End` and `Report`s back."""
 
 import math
 import secrets
@@ -19,27 +15,26 @@ from engine.protocols import RequestOutput
 
 REPORT_INTERVAL_S = 0.1
 HEARTBEAT_S = 1.0
-"""How often a report is sent although nothing has changed: an Ingress does not believe old ones."""
+"""How often an unchanged report is sent; an Ingress ignores old reports."""
 MAX_MOVABLE = 256
-"""Movable requests named in one report; when these have moved, the next report names more."""
+"""Movable requests in one report; later reports name further requests."""
 LONGEST_RETRY_S = 60
 
 NUM_REQUESTS = "num_requests"
 IS_RECOVERING = "is_recovering"
 """The names under which a Router reports its queue, and whether its target is down, to Serve's autoscaler."""
 UTILISATION = "utilisation"
-"""The name under which a draft worker of a pool reports the share of time in which it drafts."""
+"""The name under which a draft worker reports the share of time in which it drafts."""
 DRAFTS = "Drafts"
-"""The name of the draft pool's deployment."""
 ANSWER_S = 0.1
-"""How long an answer takes to leave a process that is killed after it."""
+"""How long a process that is about to be killed has to send its last answer."""
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (RequestError, PromptTooLongError, CapacityError, QueueFullError, TargetError, TimeoutError)
 }
 SENT_ERRORS = (RequestError, CapacityError, TargetError, TimeoutError)
-"""The errors that end a request by a message. Any other one is a bug: Serve's call raises it and logs its traceback."""
+"""Errors that an `End` carries. Any other exception is a bug: Serve's call raises it and logs its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +45,12 @@ class ModelLimits:
     max_model_len: int
     num_speculative_tokens: int
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Request fields that the target cannot serve, and why."""
+    """Request fields that the target cannot serve, with the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The models that a Router serves; `capacity` is its most running and waiting requests."""
+    """The models that a Router serves, and its capacity: how many requests may run and wait there."""
 
     target: ModelInfo
     draft: ModelInfo | None
@@ -63,16 +58,14 @@ class Description:
     limits: ModelLimits
     capacity: int
     target_id: str = ""
-    """`target_id` of the target."""
     draft_model: str | None = None
     """The draft model's path, loaded or not."""
     head: str | None = None
-    """The path of the trained head that is loaded with the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence to generate: `n` of them per prompt."""
+    """One sequence to generate; each prompt has `n`."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -85,22 +78,19 @@ class SequenceRequest:
 class Generation:
     """The prompts of one HTTP request and how to continue them.
 
-    The Ingress makes the id, never the client: it names KV blocks and the drafter's prefixes.
-
     Attributes:
+        request_id: made by the Ingress, never by the client, because it names KV blocks and the drafter's prefixes.
         interval_s: how long tokens are gathered after a delivery.
         gathers_first: gather the first tokens for as long, instead of sending them at once.
-        drawn_seed: seed of a request that names none, chosen here so that a resumed request draws the same tokens.
+        drawn_seed: seed of a request that names none; a resumed request keeps it, and so draws the same tokens.
         output_token_ids: by choice, the tokens received from a lost Router.
-        finished: the choices that have ended.
         target_id: the target whose text is expected; None is any. During an update, Routers of two targets run.
-        refused_by: Routers that refused the request; others are tried first.
-        traceparent: the Ingress's span, if the request is traced.
+        refused_by: Routers that refused the request; other Routers are tried first.
         predicted_token_ids: the output that the client predicts for every choice.
         priority: lower starts earlier.
         owner: the client's API key, as `guard` names it; owners share a Router's tokens equally.
-        prefixes: `prefix_hashes` of the first prompt; a Router that holds a long one is chosen, if its queue allows it.
-        has_moved: it left a longer queue, to which its prefix must not lead it back.
+        prefixes: `prefix_hashes` of the first prompt, to find a Router that holds its keys and values.
+        has_moved: the request has left a longer queue, to which its prefixes must not lead it back.
     """
 
     request_id: str
@@ -135,8 +125,7 @@ class Generation:
     def sequences(self) -> list[SequenceRequest]:
         """Return the sequences that have not ended; their ids end with the index of the choice.
 
-        Choice j of every prompt draws with the seed plus j, so a prompt's text does not depend on the request's other
-        prompts. Without a seed, equal prompts get different texts.
+        Choice j of a prompt draws with the request's seed plus j; without a seed, equal prompts get different texts.
         """
         sequences = []
         for index in range(self.num_choices):
@@ -171,7 +160,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The error that ends one request, by its class's name; `refused_by` is a Router for which another may stand in."""
+    """The error that ends one request; `refused_by` is the Router, if another Router may accept the request."""
 
     request_id: str
     error: str
@@ -189,7 +178,7 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag=1):
         return cls(request_id, name, str(error), param, retry_after_s, refused_by)
 
     def exception(self) -> Exception:
-        """Return the error as the Router raised it; raise MalformedMessageError if no error has this name."""
+        """Return the error that the Router raised; raise MalformedMessageError if its name is unknown."""
         error_class = _ERRORS.get(self.error)
         if error_class is None:
             raise MalformedMessageError(f"error is {self.error!r}, expected one of {[*_ERRORS]}")
@@ -205,16 +194,15 @@ class Report(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The state of one Router, sent to each Ingress several times a second.
 
     Attributes:
-        router: the replica's id in Serve, as in the log and in `/metrics`.
+        router: the replica's id in Serve.
         problem: why it cannot run rounds now; None if it can.
         num_requests: running and waiting, counting each choice of a request.
-        num_yours: the receiver's requests; of each, finished choices count until the last one has finished.
+        num_yours: the receiver's share of these; finished choices count until the last choice of their request.
         drain_rate: requests finished per second.
         num_ingresses: Ingress replicas that have sent it requests.
         movable: the receiver's requests without any computation, newest first; moving them loses no work.
-        target_id: `target_id` of the target.
         compiling: how far the workers' compiling is; None if they are compiled, or run eagerly.
-        prefixes: `landmarks` of the prompts, of all Ingresses, since the last report.
+        prefixes: `landmarks` of all prompts since the last report.
     """
 
     router: str
@@ -243,7 +231,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(payload: bytes) -> Message:
-    """Return the message of a Router in these bytes; raise MalformedMessageError if there is none."""
+    """Return a Router's message; raise MalformedMessageError if the bytes hold none."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,6 +1,1 @@
-"""May a request enter?
-
-- `middleware`: request ids, API keys, sizes of headers and bodies, clients that leave.
-- `admission`: 429 with Retry-After while the Routers' queues are full; the time is from `deployments/wire.py`.
-- `body`: parses JSON, with a limit on its values.
-"""
+"""May a request enter? `middleware` checks headers, keys and sizes, `admission` full queues, `body` the JSON."""

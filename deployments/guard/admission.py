@@ -1,9 +1,7 @@
-"""Admission: refuses requests that the Routers have no room for before anything is done for them, and paces the others.
+"""Admission: refuses requests that the Routers have no room for, before any work on them, and paces the others.
 
-The owner of a request is its API key's digest. While the queues are full, an owner with fewer open requests than the
-mean of all owners may still send some, so that no key's requests refuse another's.
-
-The Routers have the last word: an Ingress knows how full they are from reports that are a tenth of a second old.
+A request's owner is its API key's digest. While the queues are full, owners with fewer open requests than the mean may
+still send some, so no key shuts out the others. Routers may refuse, too: reports on their queues are 0.1 s old.
 """
 
 import asyncio
@@ -22,17 +20,16 @@ if TYPE_CHECKING:
     from deployments.routing.client import ServeRouters
 
 GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
-PREPARATION = "paceline.preparation"
-"""The key of a request's Preparation in its ASGI scope."""
+PREPARATION = "paceline.preparation"  # key of the ASGI scope
 CALM_S = 0.001
-"""A turn of the event loop that is shorter has nothing else to do but to begin requests."""
+"""A shorter turn of the event loop had no work but to begin requests."""
 LONGEST_TURN_S = 0.01
-"""How long the first request that waits is held up by a busy event loop."""
+"""How long a busy event loop may delay the first request that waits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Preparation:
-    """One request that is being prepared; the owner is empty without API keys."""
+    """A request that is being prepared; the owner is empty without API keys."""
 
     owner: str
 
@@ -48,7 +45,7 @@ class Admission:
         self._open: Counter[str] = Counter()
 
     def check(self, owner: str = "") -> None:
-        """Raise QueueFullError if an owner has no room; one below the mean of the open owners has twice the room."""
+        """Raise QueueFullError without room; an owner with fewer open requests than the mean has twice the room."""
         is_below_mean = self._open[owner] * len(self._open | {owner: 1}) < self._open.total()
         if len(self._preparing) >= self._routers.room(2 if is_below_mean else 1):
             error = QueueFullError("the queue is full")
@@ -57,7 +54,7 @@ class Admission:
 
     @contextmanager
     def preparing(self, owner: str = "") -> Iterator[Preparation]:
-        """Count an owner's request until the block ends, and as unknown to Routers until `submitted` is called."""
+        """Count a request as open until the block ends, and as unknown to Routers until `submitted`."""
         preparation = Preparation(owner)
         self._open[owner] += 1
         self._preparing.add(preparation)
@@ -72,7 +69,7 @@ class Admission:
         self._preparing.discard(preparation)
 
     def is_preparing(self, preparation: Preparation | None) -> bool:
-        """Return whether a request is being prepared, and no Router counts it."""
+        """Return whether a request is being prepared and no Router counts it."""
         return preparation in self._preparing
 
     def count_refusal(self, kind: ErrorKind) -> None:
@@ -80,7 +77,7 @@ class Admission:
         self._routers.count_refusal(kind.code or kind.type)
 
     async def turn(self) -> None:
-        """Wait until a request may be begun: one after the other, so that refusals and other routes need not wait."""
+        """Wait until a request may begin, in turn, so that refusals and other routes need not wait."""
         async with self._turn:
             now = self._clock()
             latest = now + LONGEST_TURN_S

@@ -1,9 +1,7 @@
-"""The ASGI middleware before every route: request ids, limits, the API key, full queues, and clients that leave.
+"""ASGI middleware before every route: request ids, limits, API keys, full queues, and clients that leave.
 
-`middlewares` are for Serve's HTTP servers, which load them by the variables of `deployments/local/environment.py`: in
-Serve's own proxy or, behind HAProxy, before the Ingress. With Serve's control headers a client can switch off its
-deadline and its disconnect detection there. `Guard` does not rely on them being dropped: the Router keeps the
-deadlines, and the Guard notices clients that leave.
+Serve's HTTP servers load `middlewares` by a variable of `deployments/local/environment.py`, and so drop the headers by
+which a client could switch off Serve's deadlines. `Guard`, in the Ingress, does not rely on that.
 """
 
 import asyncio
@@ -32,9 +30,9 @@ OPEN_ROUTES = frozenset(
     {"/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}
     | {"/", "/page.css", "/page.js", "/rounds.js"}
 )
-"""The paths that need no key. They are compared as FastAPI routes: without Serve's prefix, whatever headers say."""
+"""The paths that need no key, compared as FastAPI does: without Serve's prefix, whatever the headers say."""
 MAX_HEADER_BYTES = 16 * 2**10
-"""Bytes of all request headers; HAProxy's buffer holds twice as many, so that such a request gets an answer."""
+"""Bytes of all request headers; HAProxy's buffer holds twice as many, so a larger request gets an answer."""
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send the body."""
 SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
@@ -46,7 +44,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def request_id_of(headers: Headers) -> str:
-    """Return the id in the headers, or a new one if they hold none, several or an unsafe one; engines have others."""
+    """Return the id in the headers if it is safe and the only id there, else a new id."""
     sent = [value for name, value in headers if name.lower() == REQUEST_ID]
     if len(sent) == 1 and re.fullmatch(SAFE_ID.encode(), sent[0]):
         return sent[0].decode()
@@ -54,7 +52,7 @@ def request_id_of(headers: Headers) -> str:
 
 
 class SafeHeaders:
-    """Drops Serve's control headers, and gives each request one safe id and its answer the same."""
+    """Drops Serve's control headers, and gives each request and its answer one safe id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -79,14 +77,14 @@ def _other_headers(headers: Headers) -> Headers:
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middlewares that Serve's HTTP servers put before their own, and make their own 400 JSON."""
+    """Return the middlewares for Serve's HTTP servers, and make uvicorn's own 400 answers JSON."""
     server: Any = AutoHTTPProtocol
     server.send_400_response = _refuse
     return [Middleware(SafeHeaders)]
 
 
 def _refuse(connection: Any, _reason: str) -> None:
-    """Answer bytes that are no HTTP request, such as a header with a control character, in uvicorn's place."""
+    """Answer invalid HTTP, such as a control character in a header, in uvicorn's place."""
     message = "the request is no valid HTTP; a header may hold a control character"
     body = json.dumps(error_body(kind_of_status(400), message)).encode()
     head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -134,7 +132,7 @@ class Guard:
                 await self._run_while_connected({**scope, PREPARATION: preparation}, body, receive, send)
 
     def _check_headers(self, headers: list[tuple[bytes, bytes]], path: str) -> str:
-        """Return whose request it is: the digest of its API key; empty if none is needed."""
+        """Return the request's owner, the digest of its API key; empty if no key is needed."""
         size = sum(len(name) + len(value) for name, value in headers)
         if size > (limit := MAX_HEADER_BYTES):
             raise HTTPException(431, f"the headers have {size:,} bytes, at most {limit:,} are allowed")
@@ -155,7 +153,6 @@ class Guard:
         return next((owner for owner, is_match in matches if is_match), None)
 
     async def _read(self, receive: Receive) -> bytes:
-        """Return the body, sent whole or in chunks."""
         limit_s, limit = BODY_TIMEOUT_S, self._limits.max_body_bytes
         body = bytearray()
         try:

@@ -1,8 +1,4 @@
-"""Answer: the response to one request, as one body or as server-sent events.
-
-Writing many log probabilities, such as a long prompt's, or reading the calls in a long text takes up to a second. A
-thread does it, one answer at a time, while the event loop streams.
-"""
+"""Answer: the response to one request, as one body or as server-sent events."""
 
 import asyncio
 import logging
@@ -29,20 +25,20 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 
 KEEP_ALIVE_S = 10.0
-"""How long a stream may be silent: load balancers close connections that are, after 15 to 60 s."""
+"""How long a stream may be silent: load balancers close silent connections after 15 to 60 s."""
 KEEP_ALIVE = ": keep-alive\n"
-"""A comment. No empty line ends it: after an event's id, OpenAI's client would take that for another event."""
+"""A comment, without an empty line, which OpenAI's client would take for another event after an event's id."""
 MANY_LOGPROBS = 2048
-"""More of them take longer than a few milliseconds to write."""
+"""More log probabilities take longer than a few milliseconds to write."""
 MANY_CHARS = 4096
-"""More of them take longer than 30 milliseconds to read, if a model writes the worst for its form of calls."""
+"""More characters may take longer than 30 milliseconds to read, in the worst case of a form of calls."""
 
 T = TypeVar("T")
-_writing = ThreadPoolExecutor(1, "long answers")
+_writing = ThreadPoolExecutor(1, "long answers")  # up to a second each, which must not stop the event loop
 
 
 class Answer(StreamingResponse):
-    """One response. When it ends, however it does, so does the request in the Router."""
+    """One response; when it ends, for any reason, its request in the Router ends, too."""
 
     def __init__(self, writer: Writer, outputs: ResumableStream, ids: EventIds, *, hides_token: bool = False) -> None:
         """Answer in the form of `writer`; `hides_token` hides the token generated for `max_tokens: 0`."""
@@ -55,7 +51,7 @@ class Answer(StreamingResponse):
         self._first: list[RequestOutput] | None = None
 
     async def begin(self) -> Response:
-        """Return the whole body once it is complete, or this object, to stream, once it has tokens or has waited."""
+        """Return the whole body when it is complete, or this object to stream, after its first tokens or a wait."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close)
             if self._writer.request.stream:
@@ -76,7 +72,6 @@ class Answer(StreamingResponse):
             await self._close()
 
     async def _events(self) -> AsyncGenerator[str, None]:
-        """Yield the events of the stream; an error becomes an event."""
         writer = self._writer
         try:
             if text := self._ids.opening():
@@ -85,7 +80,7 @@ class Answer(StreamingResponse):
             while outputs is None or outputs:
                 if outputs is None:
                     yield KEEP_ALIVE
-                else:  # a stream that continues another one is silent up to the last event of that
+                else:  # a continued stream is silent up to the client's last event
                     yield await _run(self._chunks, outputs, is_long=_is_long(outputs)) or KEEP_ALIVE
                 outputs = await self._next_or_idle()
             is_long = writer.REPEATS_ALL and _is_long(writer.choices)
@@ -109,7 +104,6 @@ class Answer(StreamingResponse):
         return list(map(_without_token, outputs)) if self._hides_token else outputs
 
     async def _next_or_idle(self) -> list[RequestOutput] | None:
-        """Return the next outputs, or None if none have come for a while."""
         try:
             async with asyncio.timeout(KEEP_ALIVE_S) as idle:
                 return await self._next()
@@ -119,7 +113,6 @@ class Answer(StreamingResponse):
             return None
 
     def _chunks(self, outputs: list[RequestOutput]) -> str:
-        """Return the events of some rounds, those of each choice joined."""
         by_choice: dict[int, list[RequestOutput]] = {}
         for output in outputs:
             by_choice.setdefault(choice_index(output.request_id), []).append(output)
@@ -127,7 +120,6 @@ class Answer(StreamingResponse):
 
 
 async def _run(function: Callable[..., T], *args: Any, is_long: bool) -> T:
-    """Call a function, on the thread if it takes long."""
     if is_long:
         return await asyncio.get_running_loop().run_in_executor(_writing, function, *args)
     return function(*args)
@@ -140,7 +132,6 @@ def _is_long(sources: Sequence[Choice | RequestOutput]) -> bool:
 
 
 def _without_token(output: RequestOutput) -> RequestOutput:
-    """Hide the token that was generated for `max_tokens: 0`."""
     hidden: list[TokenLogprobs] | None = None if output.logprobs is None else []
     shown: dict[str, Any] = {"token_ids": [], "text": "", "logprobs": hidden, "trace": None}
     return replace(output, **shown, finish_reason="length", stop_reason=None, num_draft_tokens=0, num_accepted_tokens=0)

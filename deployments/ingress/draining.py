@@ -1,7 +1,4 @@
-"""end_at_shutdown: ends the streams that a shutdown would cut, with an error that says so.
-
-Serve stops a replica by sending it no new requests, and kills it after `graceful_shutdown_timeout_s`.
-"""
+"""end_at_shutdown: ends the streams that Serve would cut by killing a stopped replica."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,12 +7,11 @@ from deployments.errors import ShutdownError
 from deployments.ray_internals import shutdown_timeout_s
 
 CHECK_PERIOD_S = 0.5
-LAST_WORDS_S = 3.0
-"""How long before Serve kills the replica the errors are sent."""
+LAST_WORDS_S = 3.0  # from the errors to the end of the replica
 
 
 async def end_at_shutdown(end: Callable[[Exception], None]) -> None:
-    """Wait until Serve stops this replica and its time is over; then `end` ends all open requests with an error."""
+    """Wait until Serve has stopped this replica and is about to kill it; then `end` all open requests with an error."""
     while (timeout_s := shutdown_timeout_s()) is None:  # noqa: ASYNC110 - Serve sends no event
         await asyncio.sleep(CHECK_PERIOD_S)
     seconds = max(timeout_s - LAST_WORDS_S, 0.0)

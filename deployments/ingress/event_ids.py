@@ -1,7 +1,7 @@
-"""EventIds: the id of each event of a stream, from which any Ingress continues the stream, without stored events.
+"""EventIds: the ids of a stream's events, from which any Ingress continues the stream, without stored events.
 
-A text is a function of its request and its seed. So a client that lost its connection sends the request again with the
-header `Last-Event-ID`; the text is computed again, and sent from the event after that one.
+Target, request and seed determine a text. A client that lost its connection repeats its request with the header
+`Last-Event-ID`; the text is computed again, and sent from the next event on.
 """
 
 import hashlib
@@ -22,9 +22,8 @@ from engine.protocols import RequestOutput
 
 HEADER = "Last-Event-ID"
 LastEventId = Annotated[str | None, Header()]
-"""The id of the last event that a client received of a stream."""
 MAX_CHOICES = 32
-"""Events of streams of more choices have no ids, which would grow with them."""
+"""Streams of more choices have no event ids, because an id grows with the choices."""
 DIFFERS = "the text that was computed again differs from the one sent before; send the request without " + HEADER
 _AMOUNT = r"\d{1,9}\.\d{1,9}\.\d{1,10}f?"
 _ID = re.compile(
@@ -35,14 +34,14 @@ _ID = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class EventId:
-    """The id of an event: the facts that a continued answer keeps, and the event's place in the stream.
+    """An event's place in its stream, and what a continued answer keeps. A group is the events of one `piece`.
 
     Attributes:
-        num_events: the events up to this one, 0 before the first.
-        stage: o, it is one of those that begin the stream; c, that end it; s, of those between.
-        num_done: the events of its group up to this one.
+        num_events: the events up to this event.
+        stage: o, c or s: the event opens the stream, closes it, or is between.
+        num_done: the events of its group up to this event.
         sent: what was sent of each choice before its group.
-        group: a choice, and what is sent of it after the group; None after the group, and where it is of all choices.
+        group: a choice, and what is sent of it after the group; None at a group's end, and in the stages o and c.
     """
 
     reply_id: str
@@ -62,7 +61,7 @@ class EventId:
 
 
 def read_id(text: str, num_choices: int) -> EventId:
-    """Return an event's id; raise RequestError if no stream of so many choices has such an event."""
+    """Return an event's id from its text; raise RequestError if a stream of so many choices has no such event."""
     if match := _ID.fullmatch(text):
         reply_id, created, seed, digest, num_events, stage, num_done, amounts, choice, until = match.groups()
         sent = tuple(map(_sent, amounts.split(",")))
@@ -80,15 +79,15 @@ def _sent(text: str) -> Sent:
 
 
 class EventIds:
-    """Gives the events of one stream their ids, and leaves out those that an earlier connection has sent."""
+    """Gives the events of one stream their ids, and omits events that an earlier connection has sent."""
 
     def __init__(self, writer: Writer, event_id: EventId | None, *, is_continued: bool = False) -> None:
-        """Begin a stream, or continue it after the event with this id; without an id, events get none."""
+        """Begin a stream, or continue it after the event with this id; without an id, its events have no ids."""
         self._writer = writer
         self._id, self._last = event_id, event_id if is_continued else None
         self._sent = [Sent()] * len(writer.choices)
         self._goals = list(self._last.sent) if self._last else []
-        """What each choice must reach again before anything is sent; empty once all have."""
+        """What must be computed again of each choice before anything is sent; empty after that."""
         if self._last and self._last.group:
             self._goals[self._last.group[0]] = self._last.group[1]
         self._held: list[list[RequestOutput]] = [[] for _ in self._goals]
@@ -96,14 +95,14 @@ class EventIds:
         self._num_events = self._last.num_events - self._last.num_done if self._last else 0
 
     def opening(self) -> str:
-        """Return what is left to send of the events before the first tokens."""
+        """Return the unsent events before the first tokens."""
         events = self._writer.opening()
         if self._last is not None and self._last.stage != "o":
             return ""
         return self._label(events, "o", tuple(self._sent))
 
     def closing(self) -> str:
-        """Return what is left to send of the events after the last tokens; raise RequestError as `pieces` does."""
+        """Return the unsent events after the last tokens; raise RequestError if the text is shorter than before."""
         events = self._write(self._writer.closing)
         if self._goals:
             raise RequestError(DIFFERS, HEADER)
@@ -114,7 +113,7 @@ class EventIds:
         return self._write(lambda: self._writer.failed(body))
 
     def pieces(self, by_choice: Mapping[int, list[RequestOutput]]) -> list[tuple[int, list[RequestOutput]]]:
-        """Return the choices' rounds to write, none until all are there again; raise RequestError if a text differs."""
+        """Return the rounds to write, none before every goal is reached; raise RequestError if a text differs."""
         last, goals = self._last, self._goals
         if last is None or not goals:
             return list(by_choice.items())
@@ -124,19 +123,19 @@ class EventIds:
         if not all(reached.reaches(goal) for reached, goal in zip(self._reached, goals, strict=True)):
             return []
         self._goals = []
-        parts: list[list[tuple[int, list[RequestOutput]]]] = [[], [], []]
+        pieces: list[list[tuple[int, list[RequestOutput]]]] = [[], [], []]  # before the group, of it, after it
         for choice, (held, goal, sent) in enumerate(zip(self._held, goals, last.sent, strict=True)):
-            piece, rest = split(held, goal)
-            head, piece = split(piece, sent)
-            if Sent().plus(head) != sent or sent.plus(piece) != goal:
+            repeated, after = split(held, goal)
+            before, group = split(repeated, sent)
+            if Sent().plus(before) != sent or sent.plus(group) != goal:
                 raise RequestError(DIFFERS, HEADER)
-            for part, rounds in zip(parts, (head, piece, rest), strict=True):
-                part += [(choice, rounds)] if rounds else []
+            for piece, rounds in zip(pieces, (before, group, after), strict=True):
+                piece += [(choice, rounds)] if rounds else []
         self._held.clear()
-        return [*parts[0], *parts[1], *parts[2]]
+        return [*pieces[0], *pieces[1], *pieces[2]]
 
     def piece(self, choice: int, rounds: list[RequestOutput]) -> str:
-        """Add a choice's rounds to it, and return what is left to send of their events, which are joined."""
+        """Add rounds to their choice, and return their unsent events; the rounds are joined."""
         writing = self._writer.choices[choice]
         for output in rounds:
             writing.append(output)
@@ -148,12 +147,11 @@ class EventIds:
         return self._label(events, "s", before, (choice, after))
 
     def _write(self, write: Callable[[], str]) -> str:
-        """Return events of the writer, which numbers them after the events that the client has."""
         self._writer.num_events = self._num_events
         return write()
 
     def _label(self, text: str, stage: str, sent: tuple[Sent, ...], group: tuple[int, Sent] | None = None) -> str:
-        """Return the events of a group that the client does not have, with ids; `sent` is from before the group."""
+        """Return a group's unsent events with ids; `sent` is what was sent before the group."""
         if self._id is None:
             self._num_events += text.count("\n\n")
             return text
@@ -174,7 +172,7 @@ class EventIds:
 def event_ids(
     writer: Writer, params: SamplingParams, last_event_id: str | None, *, is_seeded: bool
 ) -> tuple[EventIds, int]:
-    """Return the ids of an answer's events and the seed to draw, and make the answer the one that is continued.
+    """Return an answer's event ids and the seed to draw with; `last_event_id` makes it continue an earlier answer.
 
     Events have ids if target, request and seed determine the text. Raises RequestError if it cannot be continued.
     """
@@ -197,7 +195,7 @@ def event_ids(
 
 
 def _digest(reply: Reply, params: SamplingParams) -> str:
-    """Return a digest of all that determines an answer but a seed that the server chose."""
+    """Return a digest of what determines an answer, without a seed that the server chose."""
     digest = hashlib.blake2s(repr((reply.fingerprint, params)).encode(), digest_size=6)
     for prompt in reply.prompts:
         digest.update(array("q", [len(prompt), *prompt]).tobytes())

@@ -48,7 +48,7 @@ class Health(ResponseModel):
 
 
 def health_of(routers: Iterable[Heard], reason: str | None) -> Health:
-    """Return the body of `/health`; `reason` is why no Router is ready, None if one is."""
+    """Return the body of `/health`; `reason` is None if a Router is ready."""
     is_ready = reason is None
     return Health(
         status="ok" if is_ready else "unavailable",
@@ -74,7 +74,7 @@ def _router_health(heard: Heard) -> RouterHealth:
 
 
 def add_health_routes(api: FastAPI, health_now: Callable[[], Health]) -> None:
-    """Add `/live`, `/ready` and `/health`, which tell `health_now`."""
+    """Add `/live`, `/ready` and `/health`."""
 
     @api.head("/live", include_in_schema=False)
     @api.get("/live", response_model=None, responses=answers(Status))

@@ -56,7 +56,7 @@ from engine.sampling.grammar import Grammars
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 WHOLE_INTERVAL_S = 2.0
-"""How often a Router sends tokens of a response that is not streamed; if it is lost, another one resumes after them."""
+"""How often a Router sends tokens of an unstreamed response, from which another Router can resume it."""
 
 
 class Ingress:
@@ -121,7 +121,7 @@ class Ingress:
         return description
 
     async def _served(self, model: str | None) -> Description:
-        """Return the served models, after waiting for as long as a request may take; refuse another model's name."""
+        """Wait for the models, for as long as a request may take; refuse another model's name."""
         if model is not None and model != self.config.model_name:
             raise UnknownModelError(f"model is {model[:100]!r}, this server has {self.config.model_name!r}", "model")
         await asyncio.wait([self._serving], timeout=self.config.limits.request_timeout_s)
@@ -235,7 +235,7 @@ class Ingress:
         writer: Callable[..., Writer],
         arrival: Arrival,
     ) -> Response:
-        """Answer a request that is a chat completion request, or becomes one; errors name the request's own fields."""
+        """Answer a request as a chat completion; errors name the fields that the client sent."""
         limits = (await self._served(request.model)).limits
         try:
             chat = request if isinstance(request, ChatCompletionRequest) else request.to_chat()
@@ -246,7 +246,7 @@ class Ingress:
             prompts, params = fit(params, chat, prompts, limits)
             end = "" if form is None else await self._encoder.answer_begun(chat, prompts[0])
             begin = partial(writer, await self._reply(prefix, prompts, chat, limits), chat, form, end)
-            # A client may have begun a long answer.
+            # A long answer that the client has begun takes time to read.
             answer = await asyncio.to_thread(begin) if len(end) > LONG_CHARS else begin()
             if form is not None:
                 params = replace(params, mark_token_ids=list(form.mark_token_ids))
@@ -271,15 +271,15 @@ class Ingress:
     async def _answer(
         self, writer: Writer, params: SamplingParams, source: GrammarSource | None, arrival: Arrival
     ) -> Response:
-        """Submit a request, whose text will match `source`, and answer it, after the event that the client had last."""
+        """Submit a request whose text must match `source`, and answer it, from the client's last event on."""
         request, owner, salt = writer.request, arrival.preparation.owner, writer.request.cache_salt
         if owner and not self.config.share_between_keys:
-            salt = f"{owner}/{salt or ''}"  # which requests of other owners cannot have
+            salt = f"{owner}/{salt or ''}"  # a salt that other owners cannot send
         if source is not None:
             params = replace(params, grammar=await self._compiler.compile(source, salt))
         ids, seed = event_ids(writer, params, arrival.last_event_id, is_seeded=self.config.verification in SEEDED_RULES)
         generation = Generation(
-            # Not that of the answer, which another Ingress may have begun.
+            # Not the answer's id: another Ingress may have begun the answer.
             request_id=secrets.token_hex(16) if arrival.last_event_id else writer.reply.id,
             prompts=writer.reply.prompts,
             params=params,

@@ -1,4 +1,4 @@
-"""The rounds of one choice: how much was sent of them, joined for one event, and cut where the last event ended."""
+"""The rounds of one choice: measured, joined for an event, and cut where the client's last event ended."""
 
 import zlib
 from array import array
@@ -10,7 +10,7 @@ from engine.protocols import RequestOutput, RoundTrace
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """How much of a choice was sent: tokens, characters, a checksum of the tokens, and whether its end was."""
+    """How much of a choice was sent; the checksum is of its tokens."""
 
     num_tokens: int = 0
     num_chars: int = 0
@@ -18,7 +18,7 @@ class Sent:
     is_finished: bool = False
 
     def plus(self, rounds: Sequence[RequestOutput]) -> "Sent":
-        """Return what is sent after further rounds."""
+        """Return what has been sent after further rounds."""
         token_ids = [token_id for output in rounds for token_id in output.token_ids]
         num_chars = self.num_chars + sum(len(output.text) for output in rounds)
         checksum = zlib.crc32(array("q", token_ids), self.checksum)
@@ -26,7 +26,7 @@ class Sent:
         return Sent(self.num_tokens + len(token_ids), num_chars, checksum, self.is_finished or has_end)
 
     def reaches(self, goal: "Sent") -> bool:
-        """Return whether this is at least as much."""
+        """Return whether at least `goal` was sent."""
         return self.num_tokens >= goal.num_tokens and self.is_finished >= goal.is_finished
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Sent:
 
 
 def join(rounds: list[RequestOutput]) -> RequestOutput:
-    """Return rounds as one."""
+    """Return one round in place of several."""
     first, last = rounds[0], rounds[-1]
     if first is last:
         return first
@@ -49,7 +49,7 @@ def join(rounds: list[RequestOutput]) -> RequestOutput:
 
 
 def split(rounds: list[RequestOutput], end: Sent) -> tuple[list[RequestOutput], list[RequestOutput]]:
-    """Return the rounds up to `end`, and those after it; a round that reaches beyond is cut."""
+    """Return the rounds up to `end`, and the rounds after it; cut a round that reaches beyond."""
     sent = Sent()
     for i, output in enumerate(rounds):
         after = sent.plus([output])
@@ -61,7 +61,7 @@ def split(rounds: list[RequestOutput], end: Sent) -> tuple[list[RequestOutput], 
 
 
 def _cut(output: RequestOutput, num_tokens: int, num_chars: int) -> tuple[RequestOutput, RequestOutput]:
-    """Return a round as two; the second has its figures, its end and what is left of its draft."""
+    """Return a round as two; the second has its figures, its end and the remaining draft."""
     first_trace = second_trace = output.trace
     if output.trace is not None:
         first_trace = RoundTrace(output.trace.texts[:num_tokens], [], [], [])
@@ -92,7 +92,7 @@ def _cut(output: RequestOutput, num_tokens: int, num_chars: int) -> tuple[Reques
 
 
 def rest_of(trace: RoundTrace, num_tokens: int) -> RoundTrace:
-    """Return what is left of a round after some of its tokens: of the draft, what is below the last of them."""
+    """Return a round without its first tokens; of the draft, the nodes below the last removed token remain."""
     texts, path = trace.texts[num_tokens:], trace.path
     if num_tokens > len(path):
         return RoundTrace(texts, [], [], [])

@@ -30,7 +30,7 @@ def answers(
 ) -> dict[int | str, dict[str, Any]]:
     """Return what /openapi.json says of a route that answers with a `model`, with events or with an `error`."""
     content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
-    # By reference: FastAPI would build a validator for each status of each route, which takes longer than all others.
+    # By reference: FastAPI would build a validator for each status of each route, which takes too long.
     refused = {"content": {"application/json": {"schema": {"$ref": REFERENCE.format(model=error.__name__)}}}}
     return {200: {"model": model, **({"content": content} if streams else {})}, **dict.fromkeys(REFUSALS, refused)}
 
@@ -77,7 +77,7 @@ def make_api(config: IngressConfig, keys: Sequence[str], admission: Admission) -
 
 
 def _document(api: FastAPI) -> None:
-    """Remove FastAPI's own 422 from /openapi.json: validation errors are sent as 400. Add the forms of errors."""
+    """Describe errors in /openapi.json as they are sent: in the server's form, and with 400 for FastAPI's 422."""
     generate = api.openapi
     _, definitions = models_json_schema(
         [(ErrorBody, "serialization"), (MessagesError, "serialization")], ref_template=REFERENCE

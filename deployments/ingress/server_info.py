@@ -55,7 +55,7 @@ def version_of(device: str, target: ModelInfo | None, fingerprint: str) -> Versi
 
 
 def fingerprint(config: IngressConfig, target: ModelInfo, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return a digest of all but the request that determines a text: by the coupled rule, and but for near-ties."""
+    """Return a digest of all, but for the request, that determines a text under the coupled rule, near-ties aside."""
     basis = [
         installed_version(),
         hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),

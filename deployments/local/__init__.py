@@ -1,5 +1,1 @@
-"""What runs only where `make serve` does?
-
-In reading order: `environment` (variables of Ray and Serve), `haproxy_variables` and `haproxy_launcher` (Serve's
-HAProxy).
-"""
+"""What runs only with `make serve`: `environment`, and Serve's HAProxy (`haproxy_variables`, `haproxy_launcher`)."""

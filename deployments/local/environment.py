@@ -1,7 +1,6 @@
-"""set_serve_environment: the environment variables that Ray must be started with.
+"""set_serve_environment: the variables that Ray must be started with; no application's configuration can set them.
 
-Serve reads them when its processes start, and an application's configuration cannot set them. `make serve` sets them.
-On a cluster, every node needs `SERVE_ENVIRONMENT`; its operator decides about `RAY_SERVE_ENABLE_HA_PROXY=1`.
+`make serve` sets them. On a cluster, every node needs `SERVE_ENVIRONMENT`; `RAY_SERVE_ENABLE_HA_PROXY=1` is optional.
 """
 
 import os
@@ -14,16 +13,14 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.guard.middleware:middlewares",
     # Between Serve's own proxy and Ingress: gRPC instead of Ray's actor calls.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
-    # One event loop per process. By default every chunk changes threads twice in proxy, Ingress and Router, which takes
-    # a third of their CPU time. Nothing here blocks a loop, because texts are tokenized on another thread.
+    # One event loop per process: changing threads twice for every chunk, the default, takes a third of the CPU time.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # By default Ray lowers its workers' priority by 15, but their work is the purpose of the machine.
     "RAY_worker_niceness": "0",
-    # By default a replica that answers no health check keeps its streams for `drain_timeout_s`. It cannot finish them,
-    # and another Router can continue them.
+    # By default a replica that answers no health check keeps its streams, which another Router could continue.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-    # On a busy machine a proxy starts more slowly than in the default 5 s, after which Serve's start fails.
+    # By default Serve's start fails if a proxy takes longer than 5 s, as on a busy machine.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # A dead proxy is replaced after three failed checks; by default they are 10 s apart.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
@@ -32,7 +29,7 @@ SERVE_ENVIRONMENT = {
 
 
 def serve_environment(config: AppConfig) -> dict[str, str]:
-    """Return the variables for one server; this machine may run several."""
+    """Return the variables for a server on this machine, which may run several."""
     chosen = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1")
     if chosen != "1":
         return SERVE_ENVIRONMENT | {"RAY_SERVE_ENABLE_HA_PROXY": chosen}
@@ -42,6 +39,6 @@ def serve_environment(config: AppConfig) -> dict[str, str]:
 
 
 def set_serve_environment(config: AppConfig) -> None:
-    """Set the variables that are not set yet, for the processes that this one starts."""
+    """Set the variables that are not set yet, for the processes that this process starts."""
     for name, value in serve_environment(config).items():
         os.environ.setdefault(name, value)

@@ -1,16 +1,8 @@
-"""Program `haproxy_launcher.py HAPROXY -f CONFIG ...`: complete Serve's configuration, and be HAProxy.
+"""Program `haproxy_launcher.py HAPROXY -f CONFIG ...`: makes `CHANGES` to Serve's configuration and becomes HAProxy.
 
-Serve (2.60) has no setting for any of this:
-
-- No splicing (`-dS`). With Serve's `option splice-request`, HAProxy 2.8 misses that a client leaves during a request
-  whose body came after its headers, and takes most of a core until the answer comes.
-- Metrics and statistics for this machine only; Serve opens them to every network.
-- Ten seconds for a client's headers; Serve allows an hour.
-- JSON with status 503 while there is no application or replica, instead of plain text with 500 or 404.
-- A request id in every answer.
-- HAProxy ends when Ray is killed, instead of keeping the server's port.
-
-This file imports only the standard library, because it runs at each change of replicas.
+Serve (2.60) has no setting for them. Splicing is off (`-dS`), because with it HAProxy 2.8 misses some clients that
+leave, and takes most of a core until their answers come. Only the standard library is imported, because this program
+runs at each change of replicas.
 """
 
 import ctypes
@@ -30,7 +22,7 @@ REQUEST_IDS = (
     "http-request set-var(txn.request_id) req.fhdr(x-request-id)",
     "http-after-response set-header x-request-id %[var(txn.request_id)] if { var(txn.request_id) -m found }",
 )
-"""The rules of `deployments/guard/middleware.py`, for the answers that no Ingress gives."""
+"""The rules of `deployments/guard/middleware.py`, for answers that come from no Ingress."""
 CHANGES = (
     ("\ndefaults\n", f"\ndefaults\n    timeout http-request {HEADER_TIMEOUT_S}s\n"),
     ("\nfrontend prometheus\n    bind :", "\nfrontend prometheus\n    bind 127.0.0.1:"),
@@ -38,16 +30,20 @@ CHANGES = (
     ("\nfrontend http_frontend\n", "\n    ".join(("\nfrontend http_frontend", *REQUEST_IDS, NO_APPLICATION)) + "\n"),
     ("\nbackend default_backend\n", "\nbackend default_backend\n    http-request deny deny_status 503\n"),
 )
-"""Texts that Serve's configuration contains once, and their replacements; other releases of Ray may lack them."""
+"""Texts that Serve's configuration contains once, and their replacements; other releases of Ray may lack them.
+
+They limit the time for headers (Serve: an hour), open metrics and statistics to this machine only, give every answer an
+id, and answer 503 in JSON while there is no application or replica.
+"""
 MESSAGE = "no replica is ready, or the one that handled this request was lost; try again"
 BODY = f'{{"error": {{"message": "{MESSAGE}", "type": "server_error", "param": null, "code": "unavailable"}}}}'
 HEAD = f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\nRetry-After: 1"
 ANSWER = f"HTTP/1.1 503 Service Unavailable\r\n{HEAD}\r\n\r\n{BODY}".encode()
-"""What HAProxy answers by itself to an HTTP request."""
+"""What HAProxy answers without an Ingress."""
 
 
 def complete(config: str) -> str:
-    """Return Serve's configuration with the missing lines; raise ValueError if a line to change is missing."""
+    """Return Serve's configuration with all `CHANGES`; raise ValueError if a text to change is missing."""
     for text, replacement in CHANGES:
         if config.count(text) != 1:
             raise ValueError(f"Serve's configuration has {text!r} {config.count(text)} times instead of once")
@@ -70,7 +66,7 @@ def main() -> None:
     haproxy, *arguments = sys.argv[1:]
     config = Path(arguments[arguments.index("-f") + 1])
     config.write_text(complete(config.read_text()))
-    # Serve's configuration names this file for every status that HAProxy answers with by itself.
+    # Serve's configuration names this file for every status that HAProxy sends without an Ingress.
     config.with_name("500.http").write_bytes(ANSWER)
     os.execv(haproxy, [haproxy, "-dS", *arguments])
 

@@ -1,10 +1,7 @@
 """haproxy_variables: gives Serve's HAProxy ports, sockets and files that no other server on this machine uses.
 
-Serve's defaults are fixed, so a second server would take over the first one's sockets. This process holds the ports
-until it ends, then removes the folder.
-
-Serve's own proxy would do without this folder, but proxy and Ingress then take twice the CPU per token: two cores serve
-0.94 to 0.95 times the tokens per second to eight streams, and 0.95 to 1.01 to one.
+With Serve's fixed defaults a second server would take over the first server's sockets. Without HAProxy, proxy and
+Ingress take twice the CPU per token: two cores serve 0.94 to 0.95 times the tokens per second to eight streams.
 """
 
 import atexit
@@ -29,27 +26,23 @@ PORTS = range(20_000, 32_000, 100)
 """The first port of each server; below the ports that Linux gives to outgoing connections."""
 MAX_CONNECTIONS = 10_000
 FILES_PER_CONNECTION = 2.5
-"""Both sides of a connection; HAProxy also counts the two ends of a pipe for every fourth connection."""
+"""Both sides of a connection, and half a file for the pipe of every fourth connection."""
 OTHER_FILES = 200
 RESERVED_BUFFER_BYTES = 1024
 """HAProxy keeps these free in each buffer."""
 STOP_MARGIN_S = 60
 KEEP_ALIVE_S = 90
-"""An idle connection stays so long with an HAProxy process that has been replaced."""
+"""How long a replaced HAProxy process keeps an idle connection."""
 
 _held_ports: list[socket.socket] = []
 
 
 def haproxy_variables(*, longest_stream_s: float) -> dict[str, str]:
-    """Return the variables that make Serve use HAProxy, or its own proxy where no HAProxy runs.
-
-    A stream may continue for `longest_stream_s` seconds after a change of replicas or configuration.
-    """
+    """Return the variables that make Serve use HAProxy, or its own proxy on a machine without HAProxy."""
     if (haproxy := find_haproxy()) is None:
         logger.warning("no HAProxy runs on this machine: Serve's own proxy is used, which takes more CPU per token")
         return {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-    # A short path, because HAProxy takes at most 97 characters for a socket, and Ray adds up to 70. Only this user may
-    # enter it, because the socket takes commands.
+    # A short path: of a socket's 97 characters Ray adds up to 70. Private, because the socket takes commands.
     folder = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     program = folder / "haproxy"
@@ -76,7 +69,7 @@ def haproxy_variables(*, longest_stream_s: float) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_MAXCONN": str(num_connections),
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(2 * MAX_HEADER_BYTES + RESERVED_BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",  # one thread forwards far more tokens than a target produces
-        # After a change a new process takes over, and the old one ends with its last stream, or after this time.
+        # After a change, the old HAProxy process ends with its last stream, or after this time.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_stream_s) + STOP_MARGIN_S),
         # The old process still sends the next request of an idle connection to the Ingress that it knew.
         "RAY_SERVE_PORT_QUARANTINE_S": str(KEEP_ALIVE_S + STOP_MARGIN_S),
@@ -98,7 +91,7 @@ def find_haproxy() -> str | None:
 
 
 def _hold_ports() -> range:
-    """Return ports for one server; the first stays bound, so that other servers choose others."""
+    """Return ports for one server; the first port stays bound, so that other servers choose other ports."""
     for first in random.sample(PORTS, len(PORTS)):
         holder = socket.socket()
         try:

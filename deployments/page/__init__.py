@@ -1,5 +1,1 @@
-"""What does a browser see?
-
-- `page`: the page at `/`, static files that need no key, under a strict Content-Security-Policy.
-- `demo`: `/demo/kill`, which kills a process under running streams.
-"""
+"""What does a browser see? `page` serves static files at `/`; `demo` adds `/demo/kill`, which kills a process."""

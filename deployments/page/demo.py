@@ -27,8 +27,7 @@ def add_demo(api: FastAPI, kill: Callable[[str], Awaitable[bool]], *, has_keys: 
         request: KillRequest, http: Request, host: Annotated[str, Header()] = "", origin: Annotated[str, Header()] = ""
     ) -> Response:
         """Kill a process with SIGKILL."""
-        # Another site's page may reach this server through a browser, also by a name of its own for 127.0.0.1; and a
-        # program elsewhere may send any Host.
+        # A page of another site reaches this server through a browser; a program elsewhere may send any Host.
         client = http.client.host if http.client else ""
         is_here = has_keys or (client in LOOPBACK and urlsplit(f"//{host}").hostname in LOOPBACK)
         if not is_here or (origin and urlsplit(origin).netloc != host):

@@ -1,7 +1,4 @@
-"""Delivery: carries a Router's messages to one Ingress, with one write per round; Stream: gathers those of a request.
-
-Serve's handle would pass each request's outputs through several threads.
-"""
+"""Delivery: a Router's messages to one Ingress, with one write per round. Stream: one request's unsent outputs."""
 
 import asyncio
 import time
@@ -19,24 +16,19 @@ from engine.protocols import RequestOutput
 class Stream:
     """The unsent outputs of one request.
 
-    The first tokens are sent at once, and so are the last of each sequence. Others wait for the first round after
-    `interval_s`, at most twice that long: each message takes an HTTP chunk and wakes two processes, which takes longer
-    than a short round.
-
-    Attributes:
-        has_tokens: the request has its first tokens, perhaps from another Router.
-        unfinished: ids of the sequences in the engine.
-        ended: done when every sequence has finished, or with the error that ends the request.
+    First and last tokens are sent at once. Others wait `interval_s` to twice that: sending takes longer than a short
+    round.
     """
 
     def __init__(self, request: Generation, send: Callable[[Outputs], None]) -> None:
-        """Begin a stream whose outputs are given to `send`."""
         self._loop = asyncio.get_running_loop()
         self.request = request
         self.started = time.monotonic()
-        self.has_tokens = bool(request.output_token_ids)
-        self.unfinished: set[str] = set()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.has_tokens = bool(request.output_token_ids)  # perhaps from another Router
+        self.unfinished: set[str] = set()  # sequences in the engine
+        self.ended: asyncio.Future[None] = (
+            self._loop.create_future()
+        )  # when all sequences have finished, or with an error
         self._send = send
         self._due = self._loop.time() + request.interval_s if request.gathers_first else 0.0
         self._outputs: list[RequestOutput] = []
@@ -47,7 +39,7 @@ class Stream:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest choice, including those from other Routers."""
+        """The tokens of the longest choice, including tokens from other Routers."""
         return max(self._lengths.values(), default=0)
 
     def put(self, outputs: Sequence[RequestOutput]) -> None:
@@ -89,18 +81,18 @@ class Stream:
 
 
 class Delivery(Outbox):
-    """The connection to one Ingress, and its requests' streams; `has_requested` is whether it ever sent a request."""
+    """The connection to one Ingress, and its streams; Serve's handle would pass all outputs through several threads."""
 
     def __init__(self, address: InboxAddress) -> None:
         super().__init__(address, self._fail_streams)
-        self.has_requested = False
+        self.has_requested = False  # has the Ingress ever sent a request?
         self._streams: dict[Stream, None] = {}
         self._last_report: Report | None = None
         self._reported_at = 0.0
 
     @property
     def num_sequences(self) -> int:
-        """The sequences of the open requests of this Ingress, counted as the Ingress does: those that finished, too."""
+        """The sequences of open requests, finished sequences too, as the Ingress counts them."""
         return sum(stream.request.num_unfinished for stream in self._streams)
 
     def movable(self, unstarted_ids: frozenset[str]) -> tuple[str, ...]:

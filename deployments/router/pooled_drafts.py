@@ -1,4 +1,4 @@
-"""The draft pool: Drafts, one worker as a Serve replica, and ServeLeases, by which a Router leases one."""
+"""The draft pool: Drafts, one worker as a Serve replica, and ServeLeases, by which a Router leases a worker."""
 
 import asyncio
 import os
@@ -26,14 +26,14 @@ from engine.errors import TargetError
 from engine.models.registry import open_model
 
 GROUPS_PER_WORKER = 4
-"""A pass has room for the rows of so many groups, and the cache for their contexts of full length, at most."""
+"""How many Routers a worker has room for: their rows in a pass, their contexts of full length in the cache."""
 BALANCE_PERIOD_S = 30.0
-"""How often, on average, a worker compares its leases with those of the others."""
+"""How often, on average, a worker compares its leases with the other workers' leases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a worker of the pool says of itself: its id, its leases, and the share of time in which it drafts."""
+    """The load of a pool's worker; `utilisation` is the share of time in which it drafts."""
 
     worker: str
     num_leases: int
@@ -44,7 +44,7 @@ class Drafts:
     """One replica: one draft worker, in this process."""
 
     async def __init__(self, config: GroupConfig) -> None:  # type: ignore[misc]
-        """Load the draft and serve it; the replica is ready when this returns. Raises ModelError if it cannot be."""
+        """Load the draft and begin to serve it; raise ModelError if it cannot be loaded."""
         set_log_format(config.log_format)
         bind_replica()
         self._target = config.target
@@ -56,11 +56,11 @@ class Drafts:
         self._balancing = in_background(self._keep_balanced(), name="balance leases")
 
     async def offer(self) -> Offer:
-        """Return what a Router chooses a worker by."""
+        """Return this worker's load, by which a Router chooses."""
         return Offer(self._id, self._worker.num_leases, self._worker.utilisation)
 
     async def lease(self, worker: str, target: ModelConfig, identity: str, num_rows: int) -> Lease | None:
-        """Lease this worker if it has this id; raise TargetError if it has no room, or drafts for another target."""
+        """Lease this worker if it has this id; raise TargetError if it is full, or drafts for another target."""
         if worker != self._id:
             return None
         if target != self._target:
@@ -68,7 +68,7 @@ class Drafts:
         return self._worker.lease(identity, num_rows)
 
     async def kill(self, worker: str) -> bool:
-        """Kill this process, if it is the worker with this id; return whether it is."""
+        """Kill this process if it is the worker with this id; return whether it is."""
         if worker == self._id:
             asyncio.get_running_loop().call_later(ANSWER_S, os.kill, os.getpid(), signal.SIGKILL)
         return worker == self._id
@@ -96,7 +96,7 @@ class Drafts:
         return {UTILISATION: self._worker.utilisation}
 
     async def _keep_balanced(self) -> None:
-        """End a lease if another worker has two fewer: its Router leases that one. So new workers get their share."""
+        """End a lease if another worker has two fewer leases: the Router then leases that worker."""
         while True:
             await asyncio.sleep(random.uniform(0.5, 1.5) * BALANCE_PERIOD_S)
             offers = [offer for offer in await ask_all(self._all, "offer") if isinstance(offer, Offer)]
@@ -122,14 +122,13 @@ class ServeLeases:
     """The draft pool, as a Router sees it. Every worker is asked, because Serve's queues do not show long leases."""
 
     def __init__(self, drafts: Any, target: ModelConfig) -> None:
-        """Take the handle of the pool's deployment, and the target that is drafted for, as the pool knows it."""
         self._drafts, self._target = drafts, target
 
     async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
         """Lease the worker with the fewest leases; see `cluster.leases.Leases`."""
         offers = [offer for offer in await ask_all(self._drafts, "offer") if isinstance(offer, Offer)]
         reasons = ["no draft worker of the pool answers"]
-        for offer in sorted(offers, key=lambda one: (one.worker in avoid, one.num_leases, one.utilisation)):
+        for offer in sorted(offers, key=lambda offer: (offer.worker in avoid, offer.num_leases, offer.utilisation)):
             answers = await ask_all(self._drafts, "lease", offer.worker, self._target, identity, num_rows)
             for answer in answers:
                 if isinstance(answer, Lease):
@@ -138,5 +137,5 @@ class ServeLeases:
         raise TargetError(reasons[-1])
 
     async def kill(self, lease: Lease) -> bool:
-        """Kill the worker of a lease; return whether there is one."""
+        """Kill the worker of a lease; return whether it was there."""
         return True in await ask_all(self._drafts, "kill", lease.worker)

@@ -1,11 +1,4 @@
-"""RoundLoop: runs the engine's rounds while there is work, sends tokens to streams, and restarts a lost target.
-
-One task owns the engine. A request has one stream, entered in `_streams` under each of its sequences. When `generate`
-ends, for whatever reason, the request's sequences leave the engine at once.
-
-A round's outputs are delivered while the target computes the next round. First tokens, and the last round's outputs
-before the engine is idle, are delivered at once.
-"""
+"""RoundLoop: runs the engine's rounds while there is work, sends tokens to streams, and restarts a lost target."""
 
 import asyncio
 import logging
@@ -23,13 +16,13 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 RECOVERY_PAUSE_S = 1.0
 MAX_RECOVERIES = 3
-"""Target restarts in a row, without a finished round between them, before the replica is replaced."""
+"""The replica is replaced after this many restarts of the target without a finished round between them."""
 HALF_LIFE_S = 10.0
-"""After this many seconds of work, earlier measurements of how fast requests finish count half."""
+"""After this many seconds of work, an earlier measurement of the drain rate counts half."""
 
 
 class RoundLoop:
-    """Runs one engine over one group until the replica ends."""
+    """Runs one engine over one group until the replica ends; one task owns the engine."""
 
     def __init__(
         self, engine: Engine, group: SpeculationGroup, metrics: RouterMetrics, *, round_timeout_s: float
@@ -38,7 +31,7 @@ class RoundLoop:
         self._group = group
         self._metrics = metrics
         self._round_timeout_s = round_timeout_s
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, Stream] = {}  # by sequence id; the sequences of a request share a stream
         self.drain_rate = DrainRate()
         self._wake = asyncio.Event()
         self._lost: TargetError | None = None
@@ -48,7 +41,7 @@ class RoundLoop:
         self._task.add_done_callback(self._fail_streams)
 
     async def generate(self, stream: Stream) -> None:
-        """Admit a request, and return when its last tokens have been sent; raise what ends it before that."""
+        """Admit a request, and return when its last tokens have been sent; raise the error that ends it earlier."""
         self.check()
         self._admit(stream)
         timeout_s = stream.request.timeout_s
@@ -69,7 +62,7 @@ class RoundLoop:
         self._wake.set()
 
     def check(self) -> None:
-        """Raise TargetError if the loop has ended, or makes no progress while there is work: replace the replica."""
+        """Raise TargetError if the loop has ended, or has work but no progress, so that the replica is replaced."""
         if self._task.done():
             raise TargetError("the round loop has ended")
         if self._num_failures > MAX_RECOVERIES:
@@ -140,15 +133,15 @@ class RoundLoop:
             self._num_failures = 0
             self._last_progress = time.monotonic()
             stepped = time.perf_counter()
-            if is_prefill or not self._engine.has_work:
+            if is_prefill or not self._engine.has_work:  # first and last tokens do not wait for the next round
                 self._deliver()
-            # It is done, unless the workers answered without waiting; then other tasks run here, too.
+            # Already done, unless the workers answered at once; then other tasks run here, too.
             await self._delivery
             now = time.perf_counter()
             self._metrics.observe_round(calls, round_s=now - started, delivery_s=now - stepped, is_prefill=is_prefill)
 
     def _begin_delivery(self) -> None:
-        """Deliver the outputs of earlier rounds once the round's task waits for a worker, while the target computes."""
+        """Deliver earlier rounds' outputs once this round waits for a worker, while the target computes."""
 
         async def deliver() -> None:
             self._deliver()
@@ -156,7 +149,6 @@ class RoundLoop:
         self._delivery = asyncio.create_task(deliver(), name="delivery")
 
     def _deliver(self) -> None:
-        """Give the outputs that the engine holds to their streams."""
         outputs, now = self._engine.take_outputs(), time.monotonic()
         num_finished = sum(output.finish_reason is not None for output in outputs)
         self.drain_rate.observe(num_finished, now, has_work=self._engine.has_work)
@@ -180,7 +172,7 @@ class RoundLoop:
             stream.fail(error)
 
     async def _recover(self, error: TargetError) -> None:
-        """Restart the target and continue from the committed tokens; only between two steps, as the engine is reset."""
+        """Restart the target and continue from the committed tokens. It resets the engine, so no round may run."""
         self._num_failures += 1
         logger.warning("target lost (%s); recovery %d of %d", error, self._num_failures, MAX_RECOVERIES)
         if self._num_failures > MAX_RECOVERIES:
@@ -192,7 +184,7 @@ class RoundLoop:
             logger.warning("recovery failed: %s", failure)
             await asyncio.sleep(RECOVERY_PAUSE_S * self._num_failures)
             return
-        self._lost = None  # a loss reported meanwhile was of the old ranks
+        self._lost = None  # a loss that was reported meanwhile concerns the old ranks
         self._engine.reset()
         self._metrics.num_recoveries += 1
         self._last_progress = time.monotonic()
@@ -205,7 +197,6 @@ class RoundLoop:
             stream.fail(error)
 
     def _fail_streams(self, task: asyncio.Task[None]) -> None:
-        """Fail every open stream when the loop ends, also by a bug."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.error("the round loop ended", exc_info=error)

@@ -47,7 +47,7 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 
 class WrongTargetError(TargetError):
-    """The request is for another target than this Router serves."""
+    """The request is for another target than this Router's."""
 
 
 class Router:
@@ -56,7 +56,7 @@ class Router:
     async def __init__(  # type: ignore[misc]
         self, config: GroupConfig, drafts: DeploymentHandle[Any] | None = None
     ) -> None:
-        """Place and load the group, as `SpeculationGroup.start` does; `drafts` is the draft pool's handle."""
+        """Place and load the group; raise what `SpeculationGroup.start` raises. `drafts` is the draft pool's handle."""
         self._exit = AsyncExitStack()
         set_log_format(config.log_format)
         bind_replica()
@@ -117,8 +117,8 @@ class Router:
         """Generate a request's tokens, and send them, or the error that ends it, to its Ingress's inbox.
 
         The call lasts as long as the request, because Serve drains and scales replicas by calls; closing it aborts the
-        request. It is a generator, because only then does Serve report at once that a replica has accepted the call,
-        and yields once, because gRPC may drop the metadata of a stream without messages.
+        request. Serve reports at once that a replica has accepted the call only if it is a generator. It yields once,
+        because gRPC may drop the metadata of a stream without messages.
         """
         delivery = self._delivery(inbox)
         try:
@@ -142,7 +142,7 @@ class Router:
         return ReplicaMetrics(self._id, self._metrics.collect())
 
     async def kill(self, process: str) -> bool:
-        """Kill this process (router), or a worker's (draft, target); return whether there is one."""
+        """Kill this process (router), or a worker's (draft, target); return whether that process exists."""
         if process != "router":
             return await self._group.kill(process)
         asyncio.get_running_loop().call_later(ANSWER_S, os.kill, os.getpid(), signal.SIGKILL)
@@ -155,11 +155,10 @@ class Router:
             self._loop.report_loss(TargetError("it was lost between two requests"))
 
     def record_autoscaling_stats(self) -> dict[str, int]:
-        """Report the queue depth to Serve's autoscaler, and whether the target is down."""
+        """Report the queue depth, and whether the target is down, to Serve's autoscaler."""
         return {NUM_REQUESTS: self._engine.num_requests, IS_RECOVERING: int(not self._group.is_available)}
 
     def _delivery(self, address: InboxAddress) -> Delivery:
-        """Return the connection to an inbox; connect if there is none, or if it is lost."""
         delivery = self._deliveries.get(address)
         if delivery is None or delivery.is_lost:
             delivery = self._deliveries[address] = Delivery(address)
@@ -167,7 +166,6 @@ class Router:
 
     @property
     def _problem(self) -> str | None:
-        """Why this replica cannot run rounds now; None if it can."""
         try:
             self._loop.check()
         except TargetError as error:

@@ -1,7 +1,4 @@
-"""QueueDepthRouter: which Router Serve sends a request to, by the loads that this process knows.
-
-Serve sends the class with copies of all that this module imports by name, but not of modules: hence `loads.LOADS`.
-"""
+"""QueueDepthRouter: which Router Serve sends a request to, by the loads that this process knows."""
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -10,19 +7,21 @@ from deployments.wire import Generation
 
 
 class QueueDepthRouter(RequestRouter):
-    """Serve's choice of a Router: one that holds the prompt's prefix, or has the shorter queue, by sequences."""
+    """Chooses a Router that holds the prompt's prefix, or else a Router with a shorter queue, in sequences."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return two replicas, the better one first; Serve uses the second if the first cannot be reached."""
+        """Return two replicas, the better first; Serve uses the second if the first cannot be reached."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         requests = _requests(pending_request)
         refusing = {name for request in requests for name in request.refused_by}
         prefixes = next((request.prefixes for request in requests if not request.has_moved), ())
         names = loads.LOADS.ranked([name for name in replicas if name not in refusing] or [*replicas], prefixes)
         if names:
-            self._assign(pending_request, names[0])  # at once: others are chosen before Serve has sent this one
+            self._assign(
+                pending_request, names[0]
+            )  # at once: Serve may choose for other requests before it sends this request
         return [[replicas[name]] for name in names]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:

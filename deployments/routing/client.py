@@ -28,10 +28,9 @@ RETRY_PAUSE_S = 1.0
 SUBSCRIBE_PERIOD_S = 0.5
 MOVE_PERIOD_S = 1.0
 END_TIMEOUT_S = 5.0
-"""How long after its call a request's last outputs or its end may come: the Router sent them before."""
+"""How long after the end of its call a request's last outputs may arrive."""
 CANCEL_PAUSE_S = 0.3
-"""A cancelled call has failed if its request is still open then: when a client leaves, Serve cancels its request's
-calls, too, and on a busy machine before the request itself."""
+"""How long a cancelled call waits before it fails its request: if a client leaves, Serve cancels the request, too."""
 ANSWER_TIMEOUT_S = 2.0
 
 
@@ -59,8 +58,8 @@ class ServeRouters:
     async def open(cls, handle: Any, host: str, *, target: str | None = None, has_pool: bool = False) -> "ServeRouters":
         """Open an inbox on this node's address, and stay subscribed to all Routers.
 
-        `target` is the `target_id` of the only target that may serve requests; None is any. During an update, old
-        Routers run until new ones are ready. `has_pool` says that there is a draft pool, which has metrics, too.
+        `target` is the `target_id` of the only target that may serve requests, which matters during updates; None is
+        any.
         """
         routers = cls(handle, target, has_pool=has_pool)
         routers._inbox, routers._address = await open_inbox(host, routers._deliver)
@@ -71,13 +70,13 @@ class ServeRouters:
         return routers
 
     def generate(self, request: Generation) -> ResumableStream:
-        """Send a request to a Router; if that is lost, another one resumes it."""
+        """Send a request to a Router; if that Router is lost, another Router resumes the request."""
         prefixes = prefix_hashes(request.prompts[0], request.cache_salt)
         request = replace(request, target_id=self._target_id, prefixes=prefixes)
         return ResumableStream(request, self._submit, self._has_other, self._metrics)
 
     def end_all(self, error: Exception) -> None:
-        """End all requests with an error, also later ones."""
+        """End all requests with an error, and later requests, too."""
         self._shutdown = error
         for stream in self._streams.values():
             stream.fail(error)
@@ -98,7 +97,6 @@ class ServeRouters:
         return RouterCall(response, request.request_id, self._streams)
 
     def _deliver(self, payload: bytes) -> None:
-        """Handle a Router's message; outputs and ends of closed requests are dropped."""
         message = decode(payload)
         if isinstance(message, Report):
             LOADS.note(message)
@@ -106,7 +104,6 @@ class ServeRouters:
             stream.put(message)
 
     async def _keep_subscribed(self) -> None:
-        """Subscribe when a Router has joined or been silent for a while."""
         while True:
             await asyncio.sleep(SUBSCRIBE_PERIOD_S)
             if LOADS.is_one_silent:
@@ -118,7 +115,6 @@ class ServeRouters:
             self._move()
 
     def _move(self) -> None:
-        """Send waiting requests to a Router with less to do."""
         if self._capacity is None:
             return
         moves = plan_moves(LOADS.queues(self._is_movable), self._capacity)
@@ -132,7 +128,7 @@ class ServeRouters:
         return stream is not None and stream.is_movable
 
     def room(self, factor: int = 1) -> float:
-        """Return the requests that may still be sent, if Routers held `factor` times as many; inf at first."""
+        """Return how many requests may still be sent, if Routers held `factor` times as many; inf at first."""
         return math.inf if self._capacity is None else LOADS.room(factor * self._capacity)
 
     def retry_after_s(self) -> int:
@@ -185,10 +181,9 @@ class ServeRouters:
 
 
 class RouterCall:
-    """A call that lasts while a Router works on a request; its outputs come to the inbox, its failure to the stream."""
+    """A call that lasts as long as a Router works on a request; a failure of the call ends the request's stream."""
 
     def __init__(self, response: Any, request_id: str, streams: dict[str, ResumableStream]) -> None:
-        """Wait for Serve's response, on behalf of the stream that has this id until the call is closed."""
         self._response = response
         self._request_id = request_id
         self._streams = streams
@@ -197,7 +192,7 @@ class RouterCall:
         self._task.add_done_callback(lambda _: LOADS.end(request_id))
 
     def close(self, *, cancels: bool) -> None:
-        """Ignore its failures from now on; `cancels` also makes the Router abort the request, unless it has ended."""
+        """Ignore the call's failures; `cancels` also aborts the request in the Router, unless it has ended."""
         self._streams.pop(self._request_id, None)
         if cancels:
             self._task.cancel()
@@ -213,7 +208,7 @@ class RouterCall:
             self._fail(TargetError("the connection to the Router was lost"), END_TIMEOUT_S)
 
     def _fail(self, error: BaseException, pause_s: float = 0.0) -> None:
-        """Fail the stream, unless its call is closed; after a pause, if its end may still come."""
+        """Fail the stream, unless the call is closed; first wait `pause_s` for the request's own end."""
         if pause_s:
             asyncio.get_running_loop().call_later(pause_s, self._fail, error)
         elif (stream := self._streams.get(self._request_id)) is not None:
@@ -221,8 +216,8 @@ class RouterCall:
 
 
 async def ask_all(handle: Any, method: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
-    """Return each listed replica's answer or exception, TimeoutError if it is late, which Serve's own call hides."""
-    response = handle.broadcast(method, *args)  # which passes the replica's queue by
+    """Return each replica's answer or exception, TimeoutError if it is late; Serve's own broadcast hides exceptions."""
+    response = handle.broadcast(method, *args)  # bypasses the replicas' queues
     try:
         async with asyncio.timeout(timeout_s):
             calls = await replica_calls(response)
@@ -244,8 +239,7 @@ async def _answer(call: Any, timeout_s: float) -> Any:
 def raised_error(error: BaseException) -> BaseException:
     """Return why a call to a replica failed; raise CancelledError if the caller itself is cancelled.
 
-    Ray wraps an exception of the replica in a subclass whose text is a traceback. Serve raises CancelledError in the
-    caller if the replica ends during the call.
+    Ray wraps a replica's exception. Serve raises CancelledError in the caller if the replica ends during the call.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

@@ -1,7 +1,4 @@
-"""RouterLoads: the load of each Router: its last report, plus this Ingress's requests since; and their ranking.
-
-Reports come every tenth of a second, and include the requests of other Ingress replicas.
-"""
+"""RouterLoads: each Router's load, from its last report and this Ingress's requests since, and the ranking by it."""
 
 import random
 import threading
@@ -15,12 +12,12 @@ from deployments.routing.prefixes import PrefixHolders
 from deployments.wire import HEARTBEAT_S, Report, retry_after_s
 
 BELIEVED_S = 5 * HEARTBEAT_S
-"""How old a report may be. After that, only the requests that this Ingress has sent are known of the Router."""
+"""How old a report may be; without a newer report, only this Ingress's requests count as a Router's load."""
 UNKNOWN_DRAIN_RATE = 1.0
 TOKENS_PER_PLACE = 16
-"""Tokens of a prefix for which a request is sent to a queue that is one sequence longer than the shortest."""
+"""Tokens of a prefix for which a Router is chosen although its queue is one sequence longer than the shortest."""
 LEAST_PLACES, PLACES_PER_DEPTH = 6, 0.25
-"""By how many sequences that queue may be longer at most: 6, or a quarter of the shortest."""
+"""For a prefix, a queue may be longer than the shortest by 6 sequences, or by a quarter if that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Heard:
 
 
 def problem_of(routers: Sequence[Heard]) -> str | None:
-    """Return why none of these Routers can take rounds now; None if one can."""
+    """Return why none of these Routers can take rounds now; None if any can."""
     problems = [heard.report.problem for heard in routers]
     if None in problems:
         return None
@@ -97,15 +94,14 @@ class RouterLoads:
     def depth(self, router: str) -> int:
         """Return a Router's waiting and running requests."""
         heard = self._heard_of(router)
-        # Choices that have finished are still in both numbers of this Ingress's requests.
-        others = 0 if heard is None else heard.report.num_requests - heard.report.num_yours
-        return max(0, others + self._sent[router])
+        # Both numbers of this Ingress's requests include finished choices.
+        from_others = 0 if heard is None else heard.report.num_requests - heard.report.num_yours
+        return max(0, from_others + self._sent[router])
 
     def ranked(self, routers: Sequence[str], prefixes: Sequence[int] = ()) -> list[str]:
-        """Return two of these Routers, the better one first; or the only one.
+        """Return two of these Routers, the better first; or the only Router.
 
-        The first is one that holds a long prefix of the prompt and whose queue is not much longer than the shortest;
-        without one, the two are chosen at random, and the one with fewer requests is first.
+        A Router that holds a long prefix is first unless its queue is long; else the shorter of two random queues is.
         """
         ranked = sorted(random.sample(routers, min(2, len(routers))), key=self.depth)
         depths = {router: self.depth(router) for router in routers}
@@ -133,13 +129,12 @@ class RouterLoads:
         return Queue(self.depth(report.router), movable, share, is_stopped, report.problem is None)
 
     def room(self, capacity: int) -> float:
-        """Return the number of requests that this Ingress may still send, if a Router holds `capacity`.
+        """Return how many requests this Ingress may still send, if a Router holds `capacity`.
 
-        It is an equal share of the reported room, less the requests sent since. Only Ingresses that have sent a request
-        to a Router share its room.
+        The Ingresses that have sent requests share the reported room equally; requests since the report are subtracted.
         """
         reports = [heard.report for heard in self.heard]
-        # While there is no Router, requests wait for one to start again.
+        # While there is no Router, requests wait until a Router has started.
         total = capacity * max(1, len(self.routers))
         reported = sum(report.num_requests for report in reports)
         num_sent = self._sent[None] + sum(self._sent[router] for router in self.routers)
@@ -156,11 +151,10 @@ class RouterLoads:
         return retry_after_s(num_requests, per_s or UNKNOWN_DRAIN_RATE)
 
     def _heard_of(self, router: str) -> Heard | None:
-        """Return a Router's last report, unless it is too old to be believed."""
         noted_s, report = self._reports.get(router, (0.0, None))
         age_s = self._clock() - noted_s
         return None if report is None or age_s >= BELIEVED_S else Heard(report, age_s)
 
 
 LOADS = RouterLoads()
-"""Of this process: Serve makes `choice.QueueDepthRouter` from its pickled class, which no object can be handed to."""
+"""This process's loads. Serve pickles `choice.QueueDepthRouter` with copies of its module's names, but of no module."""

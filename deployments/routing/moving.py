@@ -1,36 +1,31 @@
 """plan_moves: which waiting requests an Ingress moves to another Router, by the Routers' reports.
 
-Requests leave stopped Routers, and long queues for much shorter ones, such as a new Router's. A request moves at most
-once within `resumable_stream.REST_S`, and each plan moves at most half of the difference between two queues, so
-queues of about the same length stay.
+Requests leave stopped Routers, and long queues for much shorter queues. Each plan moves at most half of the difference
+between two queues, so queues of about the same length stay.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-SMALLEST_DIFFERENCE = 4
-"""Sequences by which two queues must differ before a request is moved."""
+SMALLEST_DIFFERENCE = 4  # sequences by which two queues must differ
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
     """The queue of one Router.
 
-    Attributes:
-        movable: requests of this Ingress that may move, with their numbers of sequences, newest first.
-        share: this Ingress's fraction of the queue.
-        is_stopped: it accepts no more requests.
+    `movable` maps requests of this Ingress, newest first, to their sequences; `share` is its fraction of the queue.
     """
 
     depth: int
     movable: Mapping[str, int]
     share: float = 1.0
-    is_stopped: bool = False
+    is_stopped: bool = False  # it accepts no more requests
     can_serve: bool = True
 
 
 def plan_moves(queues: Sequence[Queue], capacity: int) -> list[str]:
-    """Return the requests to move, this Ingress's share, where a Router holds at most `capacity` sequences."""
+    """Return this Ingress's share of the requests to move; a Router holds at most `capacity` sequences."""
     depths = [queue.depth for queue in queues if queue.can_serve and not queue.is_stopped]
     if not depths:
         return []

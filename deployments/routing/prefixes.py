@@ -1,7 +1,7 @@
-"""PrefixHolders: which Routers hold the keys and values of a prompt's first tokens, as far as the Routers have said so.
+"""PrefixHolders: which Routers have reported that they hold the keys and values of a prompt's first tokens.
 
-A prefix is known by a hash of its tokens and `cache_salt`, at multiples of `PREFIX_TOKENS`: whole numbers have the same
-hash in every process. A wrong hit costs time only, because Routers compare the tokens' SHA-256.
+A prefix is known by a hash of its tokens and `cache_salt`, every `PREFIX_TOKENS` tokens; hashes of integers are equal
+in all processes. A wrong hit costs time only, because Routers compare the tokens' SHA-256.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from engine.blocks.block_pool import salt_digest
 
 PREFIX_TOKENS = 16
 MAX_PREFIXES = 2**17
-"""Prefixes that an Ingress remembers, in some 30 MB: those of about 10,000 requests."""
+"""Prefixes that an Ingress remembers, in some 30 MB, for about 10,000 requests."""
 
 
 def prefix_hashes(prompt: Sequence[int], cache_salt: str | None) -> tuple[int, ...]:
@@ -24,10 +24,9 @@ def prefix_hashes(prompt: Sequence[int], cache_salt: str | None) -> tuple[int, .
 
 
 def landmarks(hashes: Sequence[int]) -> set[int]:
-    """Return the hashes by which later prompts find this one.
+    """Return the hashes by which later prompts find this prompt.
 
-    Their distances double from the start, for prompts that share only a beginning, and from the end, for the next turn
-    of a conversation, whose prompt may lack the last tokens of this one.
+    Their distances double from the start, for prompts with the same beginning, and from the end, for the next turn.
     """
     steps = [2**n for n in range(len(hashes).bit_length())]
     return {hashes[index] for step in steps for index in (step - 1, len(hashes) - step)}
@@ -40,7 +39,7 @@ class PrefixHolders:
         self._holders: OrderedDict[int, frozenset[str]] = OrderedDict()
 
     def note(self, hashes: Iterable[int], router: str, others: Set[str]) -> None:
-        """Add a Router to the holders of prefixes; of these, forget all but the given others."""
+        """Add a Router to the holders of prefixes; forget their holders that are not in `others`."""
         for prefix in hashes:
             self._holders[prefix] = (self._holders.pop(prefix, frozenset()) & others) | {router}
         while len(self._holders) > MAX_PREFIXES:

@@ -1,8 +1,4 @@
-"""ResumableStream: the outputs of one request. If its Router is lost, another one resumes the request.
-
-The next Router gets the tokens received so far, and draws the same next tokens. Waiting requests that move, and
-refused ones, are resubmitted in the same way.
-"""
+"""ResumableStream: a request's outputs. If its Router is lost, another Router resumes it after the tokens received."""
 
 import asyncio
 import logging
@@ -28,16 +24,15 @@ SHORTEST_WAIT_S = 1.0
 REST_S = 30.0
 """How long a request that was moved stays at its next Router."""
 GRACE_S = 2.0
-"""How long after the deadline a Router's last outputs, and its own error about the deadline, are waited for."""
+"""How long after the deadline to wait for a Router's last outputs, and its own error about the deadline."""
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 2.0
-"""Shorter than `draining.LAST_WORDS_S`: a request hears of a shutdown only after its pause."""
+"""Shorter than `draining.LAST_WORDS_S`: a request learns of a shutdown only after its pause."""
 SHORTEST_LOSS_S = 1.0
-"""A submission that fails sooner was not begun: Serve chose a replica that is dead already, or refuses requests."""
+"""A submission that fails sooner was never begun: Serve chose a dead replica, or refuses requests."""
 MAX_LOSSES = 4
-"""How many Routers a request may lose without a token from them: it may be the cause."""
-MAX_REFUSALS = 3
-"""How many Routers in a row are asked to take a request."""
+"""Routers that a request may lose without a token from them: the request may be the cause."""
+MAX_REFUSALS = 3  # by Routers in a row
 
 
 class MovedError(PacelineError):
@@ -48,7 +43,7 @@ class Call(Protocol):
     """The call to the Router that has a request."""
 
     def close(self, *, cancels: bool) -> None:
-        """Ignore its failures from now on; `cancels` also aborts the request there."""
+        """Ignore its failures; `cancels` also aborts the request there."""
         ...
 
 
@@ -62,7 +57,7 @@ class ResumableStream:
         has_other: Callable[[frozenset[str]], bool],
         metrics: IngressMetrics,
     ) -> None:
-        """Submit the request, and count it as started; `has_other` tells whether there is a Router outside a set."""
+        """Submit the request; `has_other` tells whether there is a Router outside a set."""
         self._request = request
         self._submit_to_router = submit
         self._metrics = metrics
@@ -107,9 +102,9 @@ class ResumableStream:
         return not self._is_answered and self._error is None and _now() >= self._submitted + self._stays_s
 
     async def next(self) -> list[RequestOutput]:
-        """Return the next outputs; an empty list after the last ones. It may be cancelled and called again.
+        """Return the next outputs; an empty list after the last outputs. It may be cancelled and called again.
 
-        Raises the Router's error, if another Router would raise it, too; TimeoutError after the request's deadline.
+        Raises the Router's error if another Router would raise it, too; TimeoutError after the request's deadline.
         """
         try:
             outputs = await self._next()
@@ -149,7 +144,6 @@ class ResumableStream:
         return []
 
     async def _receive(self) -> list[RequestOutput]:
-        """Submit the request again if its Router was lost, and wait for outputs."""
         if self._call is None:
             await asyncio.sleep(self._pause_s)
             self._submit()
@@ -177,7 +171,7 @@ class ResumableStream:
         self._stays_s = REST_S if isinstance(error, MovedError) else SHORTEST_WAIT_S
         if self._pause_s:
             logger.log(
-                # Later tries until a Router is back add nothing.
+                # Only the first failure is news until a Router is back.
                 logging.WARNING if self._retries.num_failures == 1 else logging.DEBUG,
                 "request %s resumes at another Router after %d tokens; its Router was lost (%s): %s",
                 self._request.request_id,
@@ -193,8 +187,7 @@ class ResumableStream:
             call.close(cancels=not self._is_finished)
 
     def _submit(self) -> None:
-        """Send the request to a Router, with the tokens received so far."""
-        # Another id each time, so that outputs of a lost Router that are still under way are not taken for new ones.
+        # A new id each time, so that late outputs of a lost Router are dropped.
         suffix = f"~{self._num_submissions}" if self._num_submissions else ""
         self._num_submissions += 1
         self._submitted = _now()
@@ -218,7 +211,6 @@ class Retries:
     """The failures of one request since its last token; Routers outside `refused_by` are tried first."""
 
     def __init__(self, has_other: Callable[[frozenset[str]], bool]) -> None:
-        """Begin without failures; `has_other` tells whether there is a Router outside a set."""
         self._has_other = has_other
         self.num_failures = 0
         self._num_losses = 0
@@ -231,10 +223,9 @@ class Retries:
         self.refused_by = frozenset()
 
     def after(self, error: Exception, refused_by: str | None, lasted_s: float) -> tuple[str, float]:
-        """Return why a request is submitted again after a failure, as metrics count it, and the pause before that.
+        """Return why a request is submitted again, as metrics count it, and the pause before that; or raise `error`.
 
-        `refused_by` is the Router, if it refused the request and another one may accept it; `lasted_s` are the seconds
-        since the request was submitted to this Router. Raises `error` if another try would not help.
+        `refused_by` is the Router if another Router may accept the request; `lasted_s` is how long the Router had it.
         """
         if refused_by is not None:
             refusing = self.refused_by | {refused_by}

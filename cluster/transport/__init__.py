@@ -1,11 +1,8 @@
-"""Carries requests from the Router to its workers and replies back; the rest of `cluster/` imports this package only.
+"""Carries requests from the Router to its workers and replies back, and a Router's messages to an Ingress's inbox.
 
-A worker's `Server` answers its clients; the Router's `Connector` turns a listener's `Endpoint` into a `Link`. Between
-processes of one node they use a Unix socket, between nodes mutual TLS. All that a Router says to an Ingress goes one
-way, from an `Outbox` to an inbox, by mutual TLS.
-
-In reading order: `link` (the Router's side, and the errors of a call), `server` (the worker's side),
-`inbox` (both ends of the one-way connection), `frames` (messages on a byte stream) and `credentials` (certificates).
+Processes of one node use a Unix socket, processes of two nodes mutual TLS; an inbox always uses mutual TLS. The rest of
+`cluster/` imports this package only. In reading order: `link` (the Router's side), `server` (the worker's side),
+`inbox` (one-way messages), `frames` (messages on a byte stream) and `credentials` (certificates).
 """
 
 from cluster.transport.inbox import InboxAddress, Outbox, open_inbox

@@ -1,7 +1,7 @@
 """Certificates that authenticate the Router, its workers and Ingresses to each other.
 
-Certificates are self-signed, made by a process for as long as it runs, and sent through Ray. Each side of a connection
-accepts exactly the one certificate that it was given. Only the key of an inbox's senders leaves its process.
+A process makes self-signed certificates, valid until it ends, and sends them through Ray. Each side of a connection
+accepts exactly the certificate that it was given. Only the key of an inbox's senders leaves its process.
 """
 
 import ssl
@@ -49,7 +49,7 @@ def tls_context(credentials: Credentials, peer_certificate: str, *, is_server: b
     """Return a TLS 1.3 context that presents `credentials` and accepts only the holder of `peer_certificate`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the certificate itself is compared, so its name does not matter
+    context.check_hostname = False  # the certificate itself is compared, not its name
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=peer_certificate)
     with tempfile.NamedTemporaryFile("w") as file:  # readable by its owner only; OpenSSL loads keys from files only

@@ -43,10 +43,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes and return the messages that are now complete.
-
-        Raises MalformedMessageError if a length is above the limit; the stream cannot be read any further.
-        """
+        """Return the messages that are complete with `data`; raise MalformedMessageError if a length is too large."""
         buffer = self._buffer
         buffer += data
         payloads = []
@@ -68,11 +65,7 @@ class FrameConnection(asyncio.Protocol):
     """One end of a connection that carries messages, none after `is_lost`; asyncio calls its Protocol methods."""
 
     def __init__(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Make the protocol of a connection that is not open yet.
-
-        `on_message` gets each message, and closes the connection by raising MalformedMessageError; `on_lost` gets the
-        reason of its end, once.
-        """
+        """`on_message` closes the connection by raising MalformedMessageError; `on_lost` gets the reason, once."""
         self._on_message = on_message
         self._on_lost = on_lost
         self._frames = FrameReader()
@@ -115,7 +108,7 @@ class FrameConnection(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Wake whoever waits for room."""
+        """Wake all tasks that wait for room."""
         self.is_lost = True
         self._has_room.set()
         self._on_lost(str(error or "the peer closed the connection"))

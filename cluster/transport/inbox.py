@@ -11,7 +11,7 @@ _HANDSHAKE_S = 5.0
 
 
 class InboxAddress(NamedTuple):
-    """Where an inbox listens, the certificate that proves its identity, and the credentials that every sender shows."""
+    """Where an inbox listens, the certificate that proves its identity, and the credentials for all senders."""
 
     host: str
     port: int
@@ -20,10 +20,7 @@ class InboxAddress(NamedTuple):
 
 
 async def open_inbox(host: str, deliver: Callable[[bytes], None]) -> tuple[asyncio.Server, InboxAddress]:
-    """Listen on a free port of `host`; `deliver` gets each message, on this event loop.
-
-    A MalformedMessageError that it raises closes the sender's connection.
-    """
+    """Listen on a free port; `deliver` gets each message, and closes its connection by a MalformedMessageError."""
     credentials, senders = make_credentials(), make_credentials()
     server = await asyncio.get_running_loop().create_server(
         lambda: FrameConnection(deliver, lambda _: None),
@@ -36,10 +33,10 @@ async def open_inbox(host: str, deliver: Callable[[bytes], None]) -> tuple[async
 
 
 class Outbox(FrameConnection):
-    """Sends messages to one inbox, in their order, over one connection that is not made again when it breaks."""
+    """Sends messages to one inbox, in order, over one connection that is not made again when it breaks."""
 
     def __init__(self, address: InboxAddress, on_lost: Callable[[str], None] = lambda _: None) -> None:
-        """Begin to connect; `on_lost` is called once with the reason when the connection breaks or cannot be made."""
+        """Begin to connect; `on_lost` gets the reason, once, if the connection breaks or cannot be made."""
         super().__init__(lambda _: None, on_lost)
         self._unsent: list[bytes] = []
         self._is_connected = False

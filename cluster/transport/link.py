@@ -1,7 +1,4 @@
-"""Link: the Router's end of the connection to one worker, the Connector that makes it, and the errors of a call.
-
-The event loop reads the socket itself, so no other thread delays a message.
-"""
+"""Link: the Router's end of the connection to one worker, the Connector that makes it, and the errors of a call."""
 
 import asyncio
 import logging
@@ -41,9 +38,7 @@ class PeerGoneError(TransportError):
 class Endpoint(NamedTuple):
     """Where a worker listens, and the certificate that proves its identity.
 
-    Attributes:
-        node_id: Ray's id of the worker's node; only clients on that node may use `path`.
-        path: of a Unix socket that accepts one connection; empty if it could not be created.
+    `path` is a Unix socket for one connection from the node with Ray's id `node_id`; empty if there is none.
     """
 
     node_id: str
@@ -54,10 +49,9 @@ class Endpoint(NamedTuple):
 
 
 class Link:
-    """Sends requests to one worker, and connects at once and again whenever the connection breaks.
+    """Sends requests to one worker, and connects again whenever the connection breaks; used on one event loop.
 
-    A reply is matched to its call by the round. Late and repeated replies are dropped, and those with another `version`
-    of the group. A link belongs to the event loop that it is made on.
+    A reply belongs to the call of its round. Late and repeated replies, and replies of another `version`, are dropped.
     """
 
     def __init__(
@@ -69,7 +63,6 @@ class Link:
         version: int,
         on_break: OnBreak | None = None,
     ) -> None:
-        """Begin to connect; `is_same_node` is whether the worker's Unix socket can be used."""
         self.version = version
         self._endpoint = endpoint
         self._credentials = credentials
@@ -82,18 +75,11 @@ class Link:
         self._connecting = asyncio.create_task(self._connect(path), name="connecting to a worker")
 
     async def call(self, request: RoundMessage) -> AnyReply:
-        """Send a request and return its reply.
-
-        Raises:
-            DeadlineError: no reply came within the request's deadline.
-            ConnectionLostError: the connection broke before the reply came.
-            PeerGoneError: the link was closed, before the call or during it.
-            MalformedMessageError: the request is too large to be sent.
-        """
+        """Send a request and return its reply; raise a TransportError, or MalformedMessageError if it is too large."""
         return await (await self.begin(request))
 
     async def begin(self, request: RoundMessage) -> asyncio.Future[AnyReply]:
-        """Send a request, and return the future of its reply; the future and this raise the same errors as `call`."""
+        """Send a request, and return the future of its reply; both raise what `call` raises."""
         deadline = await self.post(request)  # after which nothing may be awaited before the reply can be taken
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[AnyReply] = loop.create_future()
@@ -109,7 +95,7 @@ class Link:
         return reply
 
     async def post(self, request: RoundMessage) -> float:
-        """Send a request, and return the event loop's time of its deadline; raises the same errors as `call`.
+        """Send a request, and return the event loop's time of its deadline; raises what `call` raises.
 
         A caller that waits for no reply learns only from `on_break` that the request may be lost.
         """
@@ -169,7 +155,6 @@ class Link:
                 return self._connection
 
     def _deliver(self, payload: bytes) -> None:
-        """Give the bytes of a reply to the call that waits for it."""
         try:
             reply = decode_reply(payload)
         except MalformedMessageError as error:
@@ -184,7 +169,6 @@ class Link:
             call.set_result(reply)
 
     def _lose(self, connection: FrameConnection, reason: str) -> None:
-        """Connect again, and fail the calls whose requests went over the broken connection."""
         if connection is not self._connection:
             return  # it was lost before it was used
         self._connection, self._obstacle = None, reason
@@ -210,13 +194,9 @@ class Link:
 
 
 class Connector:
-    """Connects one process, the Router, to workers that accept connections from it alone.
-
-    Its `identity` proves this process to a worker; it is public, so it may travel through Ray.
-    """
+    """Connects the Router to its workers; `identity`, which proves this process to them, is public."""
 
     def __init__(self, node_id: str) -> None:
-        """Make a new identity, which ends with this process."""
         self._node_id = node_id
         self._credentials = make_credentials()
         self.identity = self._credentials.certificate

@@ -1,11 +1,8 @@
 """Server: a worker's end of the connections to its clients, which are Routers or other workers.
 
-The thread that computes also waits on the sockets. So a reply leaves as soon as it is computed, and a drafter can look
-for the next request between two forward passes.
-
-A client on the same node connects to a Unix socket, in a folder that only this user may enter. A client on another
-node, or one that has lost its connection, connects by TLS and must present the expected certificate. Handshakes have
-threads of their own and a time limit, so unauthenticated connections cannot delay the client.
+A client on the same node connects to a Unix socket that only this user can reach. On another node, or after a lost
+connection, it connects by TLS with the expected certificate. Handshakes run in threads of their own, with a time limit,
+so unauthenticated connections cannot delay the client.
 """
 
 import itertools
@@ -41,10 +38,9 @@ Answer = Callable[[AnyRequest], AnyReply | None]
 
 
 class Listener:
-    """The sockets of one client, which needs the `endpoint`; its methods are for the thread that serves."""
+    """The sockets for one client, which connects to `endpoint`; only the thread that serves calls its methods."""
 
     def __init__(self, server: "Server", client_identity: str, answer: Answer) -> None:
-        """Listen for the only client that is accepted: the holder of this certificate."""
         credentials = make_credentials()
         self.answer, self._server, host = answer, server, server.host
         self._tls = tls_context(credentials, client_identity, is_server=True)
@@ -81,7 +77,7 @@ class Listener:
             self._drop_client(f"a reply could not be sent: {error}")
 
     def end_handshakes(self) -> None:
-        """Accept the client if it has proved itself, and close connections that have not."""
+        """Accept the client if it has proved itself, and close connections whose handshake failed."""
         for handshake in [handshake for handshake in self._handshakes if handshake.done()]:
             if (error := handshake.exception()) is not None:
                 self._refuse(handshake, str(error))
@@ -143,7 +139,7 @@ class Listener:
 
     def _log_refusal(self, reason: str) -> None:
         self._num_refused += 1
-        # Only the first one is a warning, or a port scan would fill the log.
+        # Only the first refusal is a warning, or a port scan would fill the log.
         level = logging.WARNING if self._num_refused == 1 else logging.DEBUG
         logger.log(level, "Refused connection %d: %s", self._num_refused, reason)
 
@@ -168,7 +164,7 @@ class Listener:
         self._frames = FrameReader()
 
     def _remove_unix_socket(self) -> None:
-        """Remove the Unix socket and its folder, which would stay behind for a while if the worker were killed."""
+        """Remove the Unix socket and its folder early, because a killed worker leaves them behind for a while."""
         if self._unix_socket is not None:
             self._selector.unregister(self._unix_socket)
             self._unix_socket.close()
@@ -179,19 +175,14 @@ class Listener:
 class Server:
     """Answers the requests of its clients one at a time, in the thread that calls `serve`.
 
-    Attributes:
-        host: an address of this node, whose id is `node_id`.
-        selector: calls the data of the keys that are ready.
-        threads: for handshakes.
-        payloads: messages that are not answered yet.
+    That thread also waits on the sockets, so a drafter can look for the next request between two forward passes.
     """
 
     def __init__(self, host: str, node_id: str) -> None:
-        """Make a server without clients."""
         self.host, self.node_id = host, node_id
-        self.selector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()  # a key's data is called when its socket is ready
         self.threads = ThreadPoolExecutor(_MAX_HANDSHAKES, "handshake")
-        self.payloads: deque[tuple[Listener, bytes]] = deque()
+        self.payloads: deque[tuple[Listener, bytes]] = deque()  # messages that are not answered yet
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self.selector.register(self._wake_receiver, selectors.EVENT_READ, self._end_handshakes)
@@ -213,9 +204,8 @@ class Server:
     def serve(self, work: Callable[[], bool] = lambda: False) -> None:
         """Answer requests in their order until `close` is called from another thread.
 
-        `work` is called while no request waits: after each event, and again for as long as it returns True. Malformed
-        messages and late replies are dropped. An exception of an answer or of `work` ends serving and closes the
-        connections, so the clients learn of it at once.
+        `work` is called after each event while no request waits, and again for as long as it returns True. Malformed
+        messages and late replies are dropped. Other exceptions end serving and close the connections.
         """
         is_working = False
         try:

@@ -14,10 +14,8 @@ from engine.params import SamplingParams, nth_seed
 from engine.protocols import RequestOutput
 
 REPORT_INTERVAL_S = 0.1
-HEARTBEAT_S = 1.0
-"""How often an unchanged report is sent; an Ingress ignores old reports."""
-MAX_MOVABLE = 256
-"""Movable requests in one report; later reports name further requests."""
+HEARTBEAT_S = 1.0  # between unchanged reports; an Ingress ignores old reports
+MAX_MOVABLE = 256  # in one report; later reports name further requests
 LONGEST_RETRY_S = 60
 
 NUM_REQUESTS = "num_requests"
@@ -26,8 +24,7 @@ IS_RECOVERING = "is_recovering"
 UTILISATION = "utilisation"
 """The name under which a draft worker reports the share of time in which it drafts."""
 DRAFTS = "Drafts"
-ANSWER_S = 0.1
-"""How long a process that is about to be killed has to send its last answer."""
+ANSWER_S = 0.1  # for the last answer of a process that is about to be killed
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
@@ -53,13 +50,11 @@ class Description:
     """The models that a Router serves, and its capacity: how many requests may run and wait there."""
 
     target: ModelInfo
-    draft: ModelInfo | None
-    """None until the draft has loaded, or if there is none."""
+    draft: ModelInfo | None  # None until the draft has loaded, or if there is none
     limits: ModelLimits
     capacity: int
     target_id: str = ""
-    draft_model: str | None = None
-    """The draft model's path, loaded or not."""
+    draft_model: str | None = None  # its path, loaded or not
     head: str | None = None
 
 
@@ -76,41 +71,26 @@ class SequenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The prompts of one HTTP request and how to continue them.
+    """The prompts of one HTTP request and how to continue them."""
 
-    Attributes:
-        request_id: made by the Ingress, never by the client, because it names KV blocks and the drafter's prefixes.
-        interval_s: how long tokens are gathered after a delivery.
-        gathers_first: gather the first tokens for as long, instead of sending them at once.
-        drawn_seed: seed of a request that names none; a resumed request keeps it, and so draws the same tokens.
-        output_token_ids: by choice, the tokens received from a lost Router.
-        target_id: the target whose text is expected; None is any. During an update, Routers of two targets run.
-        refused_by: Routers that refused the request; other Routers are tried first.
-        predicted_token_ids: the output that the client predicts for every choice.
-        priority: lower starts earlier.
-        owner: the client's API key, as `guard` names it; owners share a Router's tokens equally.
-        prefixes: `prefix_hashes` of the first prompt, to find a Router that holds its keys and values.
-        has_moved: the request has left a longer queue, to which its prefixes must not lead it back.
-    """
-
-    request_id: str
+    request_id: str  # made by the Ingress, never by the client: it names KV blocks and the drafter's prefixes
     prompts: list[list[int]]
     params: SamplingParams
     timeout_s: float
     cache_salt: str | None = None
-    interval_s: float = 0.0
-    gathers_first: bool = False
-    drawn_seed: int = field(default_factory=lambda: secrets.randbits(63))
-    output_token_ids: dict[int, list[int]] = field(default_factory=dict)
-    finished: frozenset[int] = frozenset()
-    target_id: str | None = None
-    refused_by: frozenset[str] = frozenset()
-    traceparent: str | None = None
-    predicted_token_ids: list[int] = field(default_factory=list)
-    priority: int = 0
-    owner: str = ""
-    prefixes: tuple[int, ...] = ()
-    has_moved: bool = False
+    interval_s: float = 0.0  # how long tokens are gathered after a delivery
+    gathers_first: bool = False  # gather the first tokens for as long, instead of sending them at once
+    drawn_seed: int = field(default_factory=lambda: secrets.randbits(63))  # if `params` has none; kept at a resumption
+    output_token_ids: dict[int, list[int]] = field(default_factory=dict)  # by choice, received from a lost Router
+    finished: frozenset[int] = frozenset()  # choices that have ended
+    target_id: str | None = None  # the target that must serve it: during an update there are two; None is any
+    refused_by: frozenset[str] = frozenset()  # Routers; other Routers are tried first
+    traceparent: str | None = None  # the Ingress's span, if the request is traced
+    predicted_token_ids: list[int] = field(default_factory=list)  # the output that the client predicts for every choice
+    priority: int = 0  # lower starts earlier
+    owner: str = ""  # the client's API key, as `guard` names it; owners share a Router's tokens equally
+    prefixes: tuple[int, ...] = ()  # `prefix_hashes` of the first prompt, to find a Router that holds its beginning
+    has_moved: bool = False  # from a longer queue, to which its prefixes must not lead it back
 
     @property
     def num_choices(self) -> int:
@@ -191,30 +171,18 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The state of one Router, sent to each Ingress several times a second.
+    """The state of one Router, sent to each Ingress several times a second."""
 
-    Attributes:
-        router: the replica's id in Serve.
-        problem: why it cannot run rounds now; None if it can.
-        num_requests: running and waiting, counting each choice of a request.
-        num_yours: the receiver's share of these; finished choices count until the last choice of their request.
-        drain_rate: requests finished per second.
-        num_ingresses: Ingress replicas that have sent it requests.
-        movable: the receiver's requests without any computation, newest first; moving them loses no work.
-        compiling: how far the workers' compiling is; None if they are compiled, or run eagerly.
-        prefixes: `landmarks` of all prompts since the last report.
-    """
-
-    router: str
-    problem: str | None
-    num_requests: int = 0
-    num_yours: int = 0
-    drain_rate: float = 1.0
-    num_ingresses: int = 1
-    movable: tuple[str, ...] = ()
+    router: str  # the replica's id in Serve
+    problem: str | None  # why it cannot run rounds now; None if it can
+    num_requests: int = 0  # running and waiting, counting each choice of a request
+    num_yours: int = 0  # the receiver's share of these; finished choices count until their request has finished
+    drain_rate: float = 1.0  # requests finished per second
+    num_ingresses: int = 1  # Ingress replicas that have sent it requests
+    movable: tuple[str, ...] = ()  # the receiver's requests that have no computation to lose, newest first
     target_id: str = ""
-    compiling: CompileProgress | None = None
-    prefixes: tuple[int, ...] = ()
+    compiling: CompileProgress | None = None  # None if the workers have compiled, or run eagerly
+    prefixes: tuple[int, ...] = ()  # `landmarks` of all prompts since the last report
 
 
 def retry_after_s(num_requests: int, per_s: float) -> int:

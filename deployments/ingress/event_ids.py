@@ -22,8 +22,7 @@ from engine.protocols import RequestOutput
 
 HEADER = "Last-Event-ID"
 LastEventId = Annotated[str | None, Header()]
-MAX_CHOICES = 32
-"""Streams of more choices have no event ids, because an id grows with the choices."""
+MAX_CHOICES = 32  # of a stream whose events have ids, because an id grows with the choices
 DIFFERS = "the text that was computed again differs from the one sent before; send the request without " + HEADER
 _AMOUNT = r"\d{1,9}\.\d{1,9}\.\d{1,10}f?"
 _ID = re.compile(
@@ -34,25 +33,20 @@ _ID = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class EventId:
-    """An event's place in its stream, and what a continued answer keeps. A group is the events of one `piece`.
+    """An event's place in its stream, and what a continued answer keeps.
 
-    Attributes:
-        num_events: the events up to this event.
-        stage: o, c or s: the event opens the stream, closes it, or is between.
-        num_done: the events of its group up to this event.
-        sent: what was sent of each choice before its group.
-        group: a choice, and what is sent of it after the group; None at a group's end, and in the stages o and c.
+    A group is the events of one `piece`. In the stages o and c, and at a group's end, `group` is None.
     """
 
     reply_id: str
     created: int
     seed: int
     digest: str
-    num_events: int = 0
-    stage: str = "o"
-    num_done: int = 0
-    sent: tuple[Sent, ...] = ()
-    group: tuple[int, Sent] | None = None
+    num_events: int = 0  # up to this event
+    stage: str = "o"  # o: the event opens the stream; c: it closes the stream; s: it is between
+    num_done: int = 0  # events of its group up to this event
+    sent: tuple[Sent, ...] = ()  # of each choice, before the group
+    group: tuple[int, Sent] | None = None  # a choice, and what is sent of it after the group
 
     def __str__(self) -> str:
         answer = f"{self.reply_id}:{self.created}:{self.seed}:{self.digest}"

@@ -33,8 +33,7 @@ from engine.models.registry import open_model
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 STREAMS_PER_INGRESS = 10_000
-HEALTH_CHECK_PERIOD_S = 2.0
-"""How soon Serve's controller notices and replaces a dead replica; Serve's default is 10 s."""
+HEALTH_CHECK_PERIOD_S = 2.0  # after which Serve's controller replaces a dead replica; its default is 10 s
 START_TRIES = 3
 """More than one: after a restart of Serve's controller, one failed start would end the service for good."""
 FAILED_CHECKS = 3  # in a row, after which Serve replaces a replica

@@ -23,8 +23,7 @@ GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/r
 PREPARATION = "paceline.preparation"  # key of the ASGI scope
 CALM_S = 0.001
 """A shorter turn of the event loop had no work but to begin requests."""
-LONGEST_TURN_S = 0.01
-"""How long a busy event loop may delay the first request that waits."""
+LONGEST_TURN_S = 0.01  # that a busy event loop may delay the first request that waits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,8 @@
 """Program `haproxy_launcher.py HAPROXY -f CONFIG ...`: makes `CHANGES` to Serve's configuration and becomes HAProxy.
 
-Serve (2.60) has no setting for them. Splicing is off (`-dS`), because with it HAProxy 2.8 misses some clients that
-leave, and takes most of a core until their answers come. Only the standard library is imported, because this program
-runs at each change of replicas.
+Serve (2.60) has no setting for request ids, private metrics, a short time limit for headers, or 503 in JSON. Splicing
+is off (`-dS`), because with it HAProxy 2.8 misses some clients that leave, and takes most of a core until their answers
+come. Only the standard library is imported, because this program runs at each change of replicas.
 """
 
 import ctypes
@@ -30,11 +30,7 @@ CHANGES = (
     ("\nfrontend http_frontend\n", "\n    ".join(("\nfrontend http_frontend", *REQUEST_IDS, NO_APPLICATION)) + "\n"),
     ("\nbackend default_backend\n", "\nbackend default_backend\n    http-request deny deny_status 503\n"),
 )
-"""Texts that Serve's configuration contains once, and their replacements; other releases of Ray may lack them.
-
-They limit the time for headers (Serve: an hour), open metrics and statistics to this machine only, give every answer an
-id, and answer 503 in JSON while there is no application or replica.
-"""
+"""Texts that Serve's configuration contains once, and their replacements; other releases of Ray may lack them."""
 MESSAGE = "no replica is ready, or the one that handled this request was lost; try again"
 BODY = f'{{"error": {{"message": "{MESSAGE}", "type": "server_error", "param": null, "code": "unavailable"}}}}'
 HEAD = f"Content-Type: application/json\r\nContent-Length: {len(BODY)}\r\nRetry-After: 1"

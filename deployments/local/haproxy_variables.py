@@ -22,17 +22,14 @@ from deployments.local import haproxy_launcher as launcher
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
-PORTS = range(20_000, 32_000, 100)
-"""The first port of each server; below the ports that Linux gives to outgoing connections."""
+PORTS = range(20_000, 32_000, 100)  # the first port of each server; Linux gives higher ports to outgoing connections
 MAX_CONNECTIONS = 10_000
 FILES_PER_CONNECTION = 2.5
 """Both sides of a connection, and half a file for the pipe of every fourth connection."""
 OTHER_FILES = 200
-RESERVED_BUFFER_BYTES = 1024
-"""HAProxy keeps these free in each buffer."""
+RESERVED_BUFFER_BYTES = 1024  # that HAProxy keeps free in each buffer
 STOP_MARGIN_S = 60
-KEEP_ALIVE_S = 90
-"""How long a replaced HAProxy process keeps an idle connection."""
+KEEP_ALIVE_S = 90  # of an idle connection with a replaced HAProxy process
 
 _held_ports: list[socket.socket] = []
 

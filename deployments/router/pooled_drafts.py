@@ -27,8 +27,7 @@ from engine.models.registry import open_model
 
 GROUPS_PER_WORKER = 4
 """How many Routers a worker has room for: their rows in a pass, their contexts of full length in the cache."""
-BALANCE_PERIOD_S = 30.0
-"""How often, on average, a worker compares its leases with the other workers' leases."""
+BALANCE_PERIOD_S = 30.0  # on average, between a worker's comparisons with the other workers' leases
 
 
 @dataclass(frozen=True, slots=True)

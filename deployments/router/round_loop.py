@@ -15,10 +15,8 @@ from engine.errors import QueueFullError, RequestError, TargetError
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 RECOVERY_PAUSE_S = 1.0
-MAX_RECOVERIES = 3
-"""The replica is replaced after this many restarts of the target without a finished round between them."""
-HALF_LIFE_S = 10.0
-"""After this many seconds of work, an earlier measurement of the drain rate counts half."""
+MAX_RECOVERIES = 3  # target restarts without a finished round between them, before the replica is replaced
+HALF_LIFE_S = 10.0  # of a measurement of the drain rate, in seconds of work
 
 
 class RoundLoop:

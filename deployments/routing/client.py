@@ -27,8 +27,7 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 RETRY_PAUSE_S = 1.0
 SUBSCRIBE_PERIOD_S = 0.5
 MOVE_PERIOD_S = 1.0
-END_TIMEOUT_S = 5.0
-"""How long after the end of its call a request's last outputs may arrive."""
+END_TIMEOUT_S = 5.0  # for a request's last outputs, after its call has ended
 CANCEL_PAUSE_S = 0.3
 """How long a cancelled call waits before it fails its request: if a client leaves, Serve cancels the request, too."""
 ANSWER_TIMEOUT_S = 2.0

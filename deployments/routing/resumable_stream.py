@@ -19,15 +19,12 @@ from engine.protocols import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
-SHORTEST_WAIT_S = 1.0
-"""How long a request waits before it may move: moving costs more than most waits."""
-REST_S = 30.0
-"""How long a request that was moved stays at its next Router."""
+SHORTEST_WAIT_S = 1.0  # before a request may move: moving costs more than most waits
+REST_S = 30.0  # at the Router that the request was moved to
 GRACE_S = 2.0
 """How long after the deadline to wait for a Router's last outputs, and its own error about the deadline."""
 FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 2.0
-"""Shorter than `draining.LAST_WORDS_S`: a request learns of a shutdown only after its pause."""
+LONGEST_PAUSE_S = 2.0  # shorter than `draining.LAST_WORDS_S`: a request learns of a shutdown only after its pause
 SHORTEST_LOSS_S = 1.0
 """A submission that fails sooner was never begun: Serve chose a dead replica, or refuses requests."""
 MAX_LOSSES = 4

@@ -204,7 +204,7 @@ class Server:
     def serve(self, work: Callable[[], bool] = lambda: False) -> None:
         """Answer requests in their order until `close` is called from another thread.
 
-        `work` is called after each event while no request waits, and again for as long as it returns True. Malformed
+        While no request waits, `work` is called after each event, and again for as long as it returns True. Malformed
         messages and late replies are dropped. Other exceptions end serving and close the connections.
         """
         is_working = False

@@ -37,7 +37,7 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Splits a byte stream into messages, whatever pieces it arrives in."""
+    """Splits a byte stream, which arrives in pieces of any size, into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

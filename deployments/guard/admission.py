@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 PREPARATION = "paceline.preparation"  # key of the ASGI scope
 CALM_S = 0.001
-"""A shorter turn of the event loop had no work but to begin requests."""
+"""A turn of the event loop that takes less time has nothing to do but begin requests."""
 LONGEST_TURN_S = 0.01  # that a busy event loop may delay the first request that waits
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 KEEP_ALIVE_S = 10.0
 """How long a stream may be silent: load balancers close silent connections after 15 to 60 s."""
 KEEP_ALIVE = ": keep-alive\n"
-"""A comment, without an empty line, which OpenAI's client would take for another event after an event's id."""
+"""A comment without an empty line: OpenAI's client takes an empty line after an event's id for another event."""
 MANY_LOGPROBS = 2048
 """More log probabilities take longer than a few milliseconds to write."""
 MANY_CHARS = 4096

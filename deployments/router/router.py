@@ -117,8 +117,8 @@ class Router:
         """Generate a request's tokens, and send them, or the error that ends it, to its Ingress's inbox.
 
         The call lasts as long as the request, because Serve drains and scales replicas by calls; closing it aborts the
-        request. Serve reports at once that a replica has accepted the call only if it is a generator. It yields once,
-        because gRPC may drop the metadata of a stream without messages.
+        request. It is a generator, because Serve then reports at once that a replica has accepted the call; it yields
+        once, because gRPC may drop the metadata of a stream without messages.
         """
         delivery = self._delivery(inbox)
         try:

@@ -7,7 +7,7 @@ from deployments.wire import Generation
 
 
 class QueueDepthRouter(RequestRouter):
-    """Chooses a Router that holds the prompt's prefix, or else a Router with a shorter queue, in sequences."""
+    """Chooses a Router that holds the prompt's prefix, or else has the shorter queue; queues count sequences."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -26,7 +26,7 @@ def prefix_hashes(prompt: Sequence[int], cache_salt: str | None) -> tuple[int, .
 def landmarks(hashes: Sequence[int]) -> set[int]:
     """Return the hashes by which later prompts find this prompt.
 
-    Their distances double from the start, for prompts with the same beginning, and from the end, for the next turn.
+    They lie 1, 2, 4, ... hashes from the start, for prompts that begin alike, and from the end, for a next turn.
     """
     steps = [2**n for n in range(len(hashes).bit_length())]
     return {hashes[index] for step in steps for index in (step - 1, len(hashes) - step)}
@@ -39,7 +39,7 @@ class PrefixHolders:
         self._holders: OrderedDict[int, frozenset[str]] = OrderedDict()
 
     def note(self, hashes: Iterable[int], router: str, others: Set[str]) -> None:
-        """Add a Router to the holders of prefixes; forget their holders that are not in `others`."""
+        """Add a Router to the holders of prefixes; of the earlier holders, keep only Routers in `others`."""
         for prefix in hashes:
             self._holders[prefix] = (self._holders.pop(prefix, frozenset()) & others) | {router}
         while len(self._holders) > MAX_PREFIXES:

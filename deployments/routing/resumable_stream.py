@@ -84,7 +84,7 @@ class ResumableStream:
         self._has_news.set()
 
     def fail(self, error: BaseException) -> None:
-        """Give up the Router, after the outputs received."""
+        """End the Router's outputs with an error, after the outputs received so far."""
         if self._error is None:
             self._error = error
             self._has_news.set()

@@ -30,7 +30,6 @@ from cluster.protocol.messages import (
 )
 from cluster.protocol.prefix_delta import PrefixTable
 from engine.config import EngineConfig
-from engine.control.stats import PREPARATION
 from engine.drafting.model.draft_cache import MAX_TAIL
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
@@ -38,6 +37,7 @@ from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.passes import PassesAhead
 from engine.drafting.run_ahead.shared_pass import advance_together
 from engine.protocols import Draft, Drafter, ProposeRow, run_in_process
+from engine.stats.preparation import PREPARATION
 
 logger = logging.getLogger(__name__)
 

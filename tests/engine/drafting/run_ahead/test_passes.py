@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, strategies
 
 from engine.config import EngineConfig
-from engine.control.stats import Preparation
 from engine.drafting.model import next_tokens
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
@@ -17,6 +16,7 @@ from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
 from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
+from engine.stats.preparation import Preparation
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.proposing import Counting, context_model, finish, propose, row
 from tests.engine.drafting.trees.test_run_ahead_trees import target_path

@@ -28,7 +28,7 @@ from cluster.transport import DeadlineError, Link, PeerGoneError, TransportError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow
 
 if TYPE_CHECKING:
-    from engine.control.stats import RunAheadStats
+    from engine.stats.drafts import RunAheadStats
 
 logger = logging.getLogger(__name__)
 

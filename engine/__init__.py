@@ -7,7 +7,8 @@ setting) and `errors` (every exception).
 
 Each folder answers one question: `requests/` (which requests are served, which one starts next, and what has each of
 them got?), `blocks/` (which blocks are whose, which can be shared, and what else does a kind of cache give to
-requests?), `control/` (how many draft tokens, for whom?), `sampling/` (which token do these logits give?), `drafting/`
+requests?), `control/` (how many draft tokens, for whom, and do they pay?), `stats/`
+(what is counted?), `sampling/` (which token do these logits give?), `drafting/`
 (who proposes?), `verification/` (which draft tokens are accepted?), `models/` (which model is this, and where are its
 weights?), `hybrids/` (how does the state of linear layers roll back?), `encoder_decoder/` (how does an encoder's output
 get into the cache of a decoder?), `heads/` (how does a trained head draft from a target's layers?), `execution/` (how

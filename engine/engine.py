@@ -14,9 +14,8 @@ from engine.blocks.row_extras import make_row_extras
 from engine.config import EngineConfig, ModelInfo
 from engine.control.plan import Plan, RoundSeconds
 from engine.control.planner import Planner
-from engine.control.stats import RequestStats
 from engine.drafting.check import check_drafts
-from engine.drafting.registry import acceptance_of
+from engine.drafting.registry import num_tree_chains
 from engine.errors import RequestError
 from engine.params import SamplingParams
 from engine.protocols import (
@@ -35,6 +34,7 @@ from engine.requests.limits import RequestLimits
 from engine.requests.sequence import Sequence
 from engine.rounds import Rounds, Verify
 from engine.scheduler import Scheduler
+from engine.stats.requests import RequestStats
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Engine:
         longest = self.max_model_len + len(self._start_ids)
         self.scheduler = Scheduler(config, num_blocks, longest, make_row_extras(config, target))
         self.stats = self.scheduler.stats
-        self.planner = Planner(config, acceptance_of(config), drafter, overlaps)
+        self.planner = Planner(config, num_tree_chains(config), drafter, overlaps)
         self.request_stats = RequestStats(self.max_model_len)
         self._clock = clock
         self._round_ended: float | None = None

@@ -8,7 +8,6 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.config import make_pair
-from engine.control.stats import SpeculationStats
 from engine.drafting.assembly import assemble
 from engine.drafting.settle import check_kinds, settle
 from engine.engine import Engine
@@ -18,6 +17,7 @@ from engine.execution.registry import survey
 from engine.models.registry import open_model
 from engine.params import SamplingParams, are_numbers, nth_seed
 from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
+from engine.stats.drafts import SpeculationStats
 
 Prompt = str | Sequence[int] | dict[str, Any]
 

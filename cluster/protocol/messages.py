@@ -7,10 +7,10 @@ idempotent assignment, so a message may be lost, repeated or late without harm.
 
 import msgspec
 
-from engine.control.stats import RunAheadStats
 from engine.errors import PacelineError, RequestError
 from engine.params import SamplingParams
 from engine.protocols import Draft, SlotRow, Verdict
+from engine.stats.drafts import RunAheadStats
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 

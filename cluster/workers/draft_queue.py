@@ -21,7 +21,6 @@ import torch
 from cluster.protocol.messages import AnyReply, AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose
 from cluster.protocol.prefix_delta import PrefixTable
 from engine.config import EngineConfig
-from engine.control.stats import PREPARATION
 from engine.drafting.model.draft_cache import MAX_TAIL
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
@@ -29,6 +28,7 @@ from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.passes import PassesAhead
 from engine.drafting.run_ahead.shared_pass import advance_together
 from engine.protocols import Draft, Drafter, ProposeRow, run_in_process
+from engine.stats.preparation import PREPARATION
 
 logger = logging.getLogger(__name__)
 

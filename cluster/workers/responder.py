@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from cluster.protocol.messages import AnyReply, AnyRequest, PrefixMissing, Verdicts, Verify
 from cluster.protocol.prefix_delta import PrefixTable
-from engine.control.stats import PREPARATION
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Draft, Verdict, VerifyRow, run_in_process
+from engine.stats.preparation import PREPARATION
 
 if TYPE_CHECKING:
     from cluster.workers.features import FeatureSource

@@ -8,12 +8,11 @@ from deployments.diagnosis.finding import Finding, judged
 from deployments.diagnosis.http_client import Client, Metrics, ServerError
 from deployments.diagnosis.trial import NUM_TOKENS, TEMPERATURE, Figures, speed_finding, take_turns
 from deployments.ingress.server_info import installed_version
-from deployments.observe.draft_health import WHY_PLAIN
+from engine.control.judge import PROBLEMS, WHY_PLAIN
 
 PATH = "/v1/completions"
 _ROUNDS = ("paceline:rounds_by_draft_length_total", "num_draft_tokens", "reason")
 _MANY_FALLBACKS = 0.05
-_LOW_ACCEPTANCE = 0.3
 _SLOW_PASS_S = 0.05
 _SLOW_WEIGHTS_PER_S = 1.5e9
 """Of a pass: its calls, and its weights. Two cores take a third of it, eager passes included."""
@@ -56,23 +55,22 @@ def _pace_finding(plain: Figures, num_parameters: int, left_s: int) -> Finding:
 
 
 def _draft_findings(rounds: Mapping[tuple[str, ...], float], metrics: Metrics) -> Iterator[Finding]:
-    """Tell whether these rounds, by length and reason, had drafts, why not, and which positions are accepted."""
+    """Tell how many of these rounds, by length and reason, had drafts, and what the server says of its drafts."""
     plain = {reason: count for (length, reason), count in rounds.items() if length == "0"}
-    total, found, advice = sum(rounds.values()), "", ""
+    total, problems = sum(rounds.values()), metrics.by("paceline:draft_problem", "problem")
+    advice = [PROBLEMS[name] for (name,), is_so in problems.items() if is_so]
     if 2 * sum(plain.values()) > total:
-        found, advice = WHY_PLAIN[max(plain, key=lambda reason: plain[reason])]
+        advice.append(WHY_PLAIN[max(plain, key=lambda reason: plain[reason])])
     used = 1 - sum(plain.values()) / total
-    yield judged("drafts", f"in {used:.0%} of {total:.0f} rounds{f': {found}' if found else ''}", advice)
+    yield judged("drafts", f"in {used:.0%} of {total:.0f} rounds", "; ".join(advice))
     fallbacks = metrics.by("paceline:drafter_fallbacks_total", "reason")
     if sum(fallbacks.values()) > _MANY_FALLBACKS * total:
         reasons = ", ".join(f"{count:.0f} {reason}" for (reason,), count in fallbacks.items() if count)
         yield Finding("warning", "draft worker", f"rounds without its answer: {reasons}", "read its log")
     if num_drafts := metrics.total("vllm:spec_decode_num_drafts_total"):
         accepted = metrics.by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position")
-        rates = [accepted[key] / num_drafts for key in sorted(accepted, key=lambda key: int(key[0]))]
-        is_low = max(rates, default=0) < _LOW_ACCEPTANCE
-        advice = "take a draft of the target's family, trained alike" * is_low
-        yield judged("acceptance", f"by position {', '.join(f'{rate:.0%}' for rate in rates) or 'none'}", advice)
+        rates = [f"{accepted[key] / num_drafts:.0%}" for key in sorted(accepted, key=lambda key: int(key[0]))]
+        yield Finding("ok", "acceptance", f"by position {', '.join(rates) or 'none'}")
 
 
 def _decode(

@@ -1,7 +1,7 @@
 """Trial: tokens per second with drafts and without, and the speed-up that the rounds alone promise.
 
-The promise is the goodput rule's (`engine/control/budget.py`): tokens a round, over the round's time relative to a
-round without a draft. It counts rounds only. So a reader of the text who gets less has lost time outside the rounds.
+The promise (`engine/control/judge.py`) counts rounds only. So a reader of the text who gets less has lost time outside
+the rounds.
 """
 
 import time
@@ -18,6 +18,7 @@ from deployments.diagnosis.finding import Finding, judged
 from deployments.diagnosis.machine import size_text
 from deployments.diagnosis.models import weight_file_bytes
 from engine.config import BUNDLED_TARGET
+from engine.control.judge import PROBLEMS, speed_up
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 
@@ -63,22 +64,16 @@ def take_turns(decode: Callable[[str, int, bool], Figures]) -> tuple[Figures, Fi
     return plain, drafted
 
 
-def predicted_speed_up(plain: Figures, drafted: Figures) -> float:
-    """Return tokens a round, over the relative time of a round."""
-    plain_s, drafted_s = plain.round_s / plain.num_rounds, drafted.round_s / drafted.num_rounds
-    return (1 + drafted.num_accepted / drafted.num_rounds) * plain_s / drafted_s
-
-
 def speed_finding(subject: str, plain: Figures, drafted: Figures) -> Finding:
     """Compare the measured speed-up with the predicted one."""
     speeds = [one.num_tokens / one.seconds for one in (plain, drafted)]
-    measured, predicted = speeds[1] / speeds[0], predicted_speed_up(plain, drafted)
+    tokens, plain_s = drafted.num_rounds + drafted.num_accepted, drafted.num_rounds * plain.round_s / plain.num_rounds
+    measured, predicted = speeds[1] / speeds[0], speed_up(tokens, drafted.num_accepted, drafted.round_s, plain_s)
     found = (
         f"{speeds[0]:.0f} tokens/s plain, {speeds[1]:.0f} with drafts: measured speed-up {measured:.2f}, "
-        f"predicted {predicted:.2f}; {1 + drafted.num_accepted / drafted.num_rounds:.2f} tokens a round"
+        f"predicted {predicted:.2f}; {tokens / drafted.num_rounds:.2f} tokens a round"
     )
-    is_slower = measured < 1 and drafted.num_accepted > 0
-    advice = "drafts do not pay: try a smaller draft, or draft_model=none" * is_slower
+    advice = PROBLEMS["costs_more"] * (measured < 1 and drafted.num_accepted > 0)
     if abs(measured / predicted - 1) > TOLERANCE:
         advice = "they differ by more than 15 %: time is lost outside the rounds, or other work ran; measure again"
     return judged(subject, found, advice)

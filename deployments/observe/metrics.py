@@ -35,9 +35,9 @@ from cluster.round_times import Calls
 from deployments.observe.draft_health import DraftHealth
 from deployments.observe.tracing import TracedStats, make_tracer
 from deployments.wire import Generation
-from engine.control.stats import REQUEST_BOUNDS_S, Distribution, token_bounds
 from engine.engine import Engine
 from engine.errors import RequestError
+from engine.stats.requests import REQUEST_BOUNDS_S, Distribution, token_bounds
 
 _Row = tuple[Any, ...]
 """A metric's name, its text, its value or a value for each value of its labels, and the names of these."""

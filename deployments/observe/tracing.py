@@ -20,8 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.openai.writer import Writer
 from deployments.wire import Generation
-from engine.control.stats import RequestStats
 from engine.protocols import RequestOutput, ScheduledRow
+from engine.stats.requests import RequestStats
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 

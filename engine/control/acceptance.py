@@ -1,53 +1,40 @@
-"""Acceptance: how many tokens of a draft the target is expected to accept, learned from verdicts.
+"""Acceptance: how likely draft tokens are accepted, learned from outcomes, by place.
 
-The learners here and in `drafting` keep a `Rate` for each position of a chain, or for each length of the match that a
-copied token followed. `survival` learns by request.
+Nothing else learns acceptance. A place is a token's position in a draft; in `engine.drafting`, it is also the length of
+the match before a copied token, or a token's rank among siblings. What a draft model's scores say is calibrated where
+they are, in `drafting.model.next_tokens`, because they never leave the draft worker.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import mul
+from math import exp, log
 
-_DRAFTS_REMEMBERED = 200
-_PRIOR_ACCEPTANCE = 0.7
-_PRIOR_DRAFTS = 4
+PRIOR = 0.7
+"""Acceptance of a token before anything is known."""
 
 
-@dataclass(slots=True)
-class Rate:
-    """The acceptance rate of one kind of draft token, over the last few hundred of them.
+class Acceptance:
+    """Log-odds by place, and the information that each rests on.
 
-    Attributes:
-        value: the rate; a guess before the first observation.
-        weight: the number of observations in the value.
+    A place moves towards an outcome by `error / info`, where `info` is the sum of p (1 - p) over the outcomes that it
+    rests on: Newton's step for a logistic model.
     """
 
-    value: float = _PRIOR_ACCEPTANCE
-    weight: float = _PRIOR_DRAFTS
+    def __init__(self, rates: Sequence[float], *, info: float = 2.0, most_info: float = 60.0) -> None:
+        """Begin with rates between 0 and 1 and the information in each; `most_info` is how much counts at most."""
+        self.odds = [log(rate / (1 - rate)) for rate in rates]
+        self._infos = [info] * len(self.odds)
+        self._most_info = most_info
 
-    def observe(self, *, accepted: bool) -> None:
-        """Record one draft token."""
-        self.weight = min(self.weight + 1, _DRAFTS_REMEMBERED)
-        self.value += (accepted - self.value) / self.weight
+    def rate(self, place: int) -> float:
+        """Return how likely a token at a place is accepted."""
+        return 1 / (1 + exp(-self.odds[place]))
 
+    def observe(self, place: int, *, accepted: bool) -> None:
+        """Learn from one token."""
+        rate = self.rate(place)
+        self.learn(place, accepted - rate, rate * (1 - rate))
 
-class ChainAcceptance:
-    """For chains: each position's acceptance rate among the drafts that reached it."""
-
-    def __init__(self, max_draft_tokens: int) -> None:
-        self._rates = [Rate() for _ in range(max_draft_tokens)]
-
-    def observe(self, num_requested: int, path: Sequence[int]) -> None:
-        """Record a verdict; only positions up to the first rejection count, because later ones were not decided."""
-        for position in range(min(len(path) + 1, num_requested)):
-            self._rates[position].observe(accepted=position < len(path))
-
-    def gains(self) -> list[float]:
-        """Return the probability that each position is accepted."""
-        return list(accumulate((rate.value for rate in self._rates), mul))
-
-    def length_probabilities(self, length: int) -> list[float]:
-        """Return P(exactly a tokens accepted) for a draft of `length` tokens, [length + 1]."""
-        reached = [1.0, *self.gains()[:length]]
-        return [*(here - further for here, further in pairwise(reached)), reached[-1]]
+    def learn(self, place: int, error: float, info: float) -> None:
+        """Move a place: `error` is the outcome less its prediction, `info` the prediction's variance."""
+        self._infos[place] = min(self._infos[place] + info, self._most_info)
+        self.odds[place] += error / self._infos[place]

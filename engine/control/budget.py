@@ -4,36 +4,42 @@ Tokens are taken by their survival, the likeliest first, as long as more of them
 round's time. This is SmartSpec's rule (Liu et al., 2406.14066) for single tokens of each request.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import accumulate
-from operator import neg, truediv
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 _LEAST = 0.04
 """A token that is less likely to survive is never taken, however cheap its place in a pass seems."""
 
 
 class Budget(NamedTuple):
-    """The tokens per second of a round, its tokens, and which of the draft tokens it has, as indices."""
+    """The tokens per second of a round, its tokens, and how many draft tokens each request has, [n]."""
 
     rate: float
     num_tokens: float
-    chosen: list[int]
+    lengths: NDArray[np.int64]
 
 
-def best_budget(num_tokens: float, survivals: Sequence[float], seconds: Sequence[float]) -> Budget:
+def best_budget(
+    num_tokens: float, chances: NDArray[np.float64], depths: NDArray[np.int64], seconds: NDArray[np.float64]
+) -> Budget:
     """Return the budget with the most tokens per second; of equal draft tokens, it takes the first.
 
     Args:
         num_tokens: what the round commits without draft tokens.
-        survivals: [n], of the draft tokens that it may have.
-        seconds: [n + 1] what it takes with 0 to n of them.
+        chances: [n, length], the survival of the draft tokens that each request may have.
+        depths: [n, length], how long the drafter takes for each token; 0 for copies.
+        seconds: [depth + 1, n * length + 1], what the round takes by its deepest token, with 0 to all of them.
     """
-    order = sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
-    gains = [survivals[i] for i in order]
-    tokens = list(accumulate(gains[: bisect_left(gains, -_LEAST, key=neg)], initial=num_tokens))
-    rates = list(map(truediv, tokens, seconds))
-    rate = max(rates)
-    count = rates.index(rate)
-    return Budget(rate, tokens[count], order[:count])
+    order = np.argsort(-chances, axis=None, kind="stable")
+    order = order[chances.ravel()[order] >= _LEAST]
+    gains = chances.ravel()[order]
+    allowed = depths.ravel()[order] <= np.arange(len(seconds))[:, None]
+    zero = np.zeros((len(seconds), 1), int)
+    counts = np.append(zero, allowed.cumsum(1), 1)
+    tokens = num_tokens + np.append(zero, (gains * allowed).cumsum(1), 1)
+    rates = tokens / seconds[np.arange(len(seconds))[:, None], counts]
+    depth, end = np.unravel_index(rates.argmax(), rates.shape)
+    owners = order[:end][allowed[depth, :end]] // max(1, chances.shape[1])
+    return Budget(float(rates[depth, end]), float(tokens[depth, end]), np.bincount(owners, minlength=len(chances)))

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.protocols import Overlap, Request
 
 Reason = Literal["fixed", "off", "goodput", "trial", "request"]
 
 
-@dataclass(frozen=True, slots=True)
-class RoundSeconds:
+class RoundSeconds(NamedTuple):
     """What a round took.
 
     Attributes:
@@ -34,7 +33,6 @@ class Plan:
         reason: why this length; `request` if all requests fix theirs, and this is the longest.
         copies: the lengths of drafts that are copies, by request id.
         lengths: the lengths of other drafts, by request id.
-        tries_rows: whether requests whose drafts do not pay get a single token in this round.
         overlap: what the drafter does while the target verifies.
         num_expected: how many tokens the requests are expected to commit, of those whose lengths are chosen here.
     """
@@ -43,7 +41,6 @@ class Plan:
     reason: Reason = "goodput"
     copies: Mapping[str, int] = field(default_factory=dict)
     lengths: Mapping[str, int] = field(default_factory=dict)
-    tries_rows: bool = False
     overlap: Overlap = "none"
     num_expected: float = 0.0
 

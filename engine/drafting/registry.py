@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.config import TREE_WIDTH, EngineConfig, import_named
-from engine.control.survival import Prior
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.predicted import PredictionCopier
@@ -188,9 +187,8 @@ def method_of(name: str) -> Method:
     return Method("router", make)
 
 
-def acceptance_of(config: EngineConfig) -> Prior:
-    """Return how likely draft tokens are accepted before anything is known, for a configuration's kind of drafts."""
+def num_tree_chains(config: EngineConfig) -> int:
+    """Return how many chains from the tip a tree is; 1 if its nodes come the best first, 0 if drafts are no trees."""
     method = method_of(config.drafting)
     in_chains = config.verification in method.chain_rules
-    num_chains = TREE_WIDTH if in_chains else int(method.drafts_trees)
-    return Prior.of(config.num_speculative_tokens, num_chains)
+    return TREE_WIDTH if in_chains else int(method.drafts_trees)

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import BUNDLED_TARGET, ModelConfig
+from engine.control.judge import speed_up
 from engine.execution.batch import build
 from engine.execution.forward_row import ForwardRow
 from engine.execution.registry import make_backend
@@ -172,12 +173,14 @@ def expected_length(alpha: float, k: int) -> float:
 
 def theorem_3_8(alpha: float, k: int, c: float) -> float:
     """Return the speed-up over plain decoding when draft and target take turns."""
-    return expected_length(alpha, k) / (1 + k * c)
+    tokens = expected_length(alpha, k)
+    return speed_up(tokens, tokens - 1, 1 + k * c, 1.0)
 
 
 def run_ahead_bound(alpha: float, k: int, c: float) -> float:
     """Return the speed-up over plain decoding if drafting runs while the target verifies."""
-    return expected_length(alpha, k) / max(1.0, (k + 1) * c)
+    tokens = expected_length(alpha, k)
+    return speed_up(tokens, tokens - 1, max(1.0, (k + 1) * c), 1.0)
 
 
 def _speedup_table(alphas: dict[float, float], c: float) -> Table:

@@ -22,9 +22,9 @@ from cluster.transport import Endpoint, Link, OnBreak
 from cluster.transport.credentials import Credentials
 from cluster.transport.frames import FrameConnection
 from cluster.workers.draft_queue import DraftQueue
-from engine.control.stats import PREPARATION
 from engine.params import SamplingParams
 from engine.protocols import Draft, ProposeRow, Request, Verdict, VerifyRow, chain, run_in_process
+from engine.stats.preparation import PREPARATION
 
 Answer = Callable[[AnyRequest], AnyReply | None]
 

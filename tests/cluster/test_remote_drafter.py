@@ -7,8 +7,9 @@ import pytest
 
 from cluster.protocol.messages import Drafts, Failure, Pong, PrefixMissing, Propose
 from cluster.remote_drafter import RemoteDrafter
-from engine.control.stats import PREPARATION, RunAheadStats
 from engine.protocols import NO_DRAFT, chain
+from engine.stats.drafts import RunAheadStats
+from engine.stats.preparation import PREPARATION
 from tests.cluster.fakes import EchoDrafter, FakeLink, answering, echo_worker, propose_row
 
 VOCAB = 1000

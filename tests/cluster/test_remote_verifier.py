@@ -9,9 +9,9 @@ from cluster import remote_verifier
 from cluster.protocol.messages import AnyRequest, Failure, PrefixMissing, Verdicts, Verify
 from cluster.remote_verifier import RemoteVerifier
 from cluster.workers.responder import TargetResponder
-from engine.control.stats import PREPARATION
 from engine.errors import TargetError
 from engine.protocols import SlotRow, Verdict
+from engine.stats.preparation import PREPARATION
 from tests.cluster.fakes import FakeLink, SumVerifier, answering, verify_row
 
 VOCAB = 1000

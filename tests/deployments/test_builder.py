@@ -223,7 +223,6 @@ def versions(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]) -> dict
         (PAIR | POOLED, {"num_speculative_tokens": 2}, {"Drafts", "Router"}),
         (PAIR | POOLED, {"limits": {"max_n": 3}}, {"Ingress"}),
     ],
-    ids=str,
 )
 def test_a_changed_setting_restarts_what_reads_it(
     before: dict[str, Any], changed: dict[str, Any], restarted: set[str], monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from engine.errors import RequestError
@@ -19,7 +20,7 @@ def adaptive_engine(name="a random draft", **settings):
 
 def turn_off(engine):
     """Make the control choose no drafts: all are hopeless."""
-    engine.planner.survival.chances = lambda history, length: [0.0] * length
+    engine.planner.survival.chances = lambda histories, length: np.zeros((len(histories), length))
 
 
 def params(length=None, *, fixed=True, max_tokens=60, **others):

@@ -21,13 +21,13 @@ from cluster.transport import Connector, Server
 from cluster.workers.draft_queue import DraftQueue
 from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig
-from engine.control import stats
 from engine.drafting.model.draft_model import DraftModel
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.protocols import Draft, Drafter, NoDrafter
 from engine.sampling.logits import Run
 from engine.sampling.noise import round_seed
+from engine.stats.preparation import PREPARATION
 from engine.verification import coupled
 from engine.verification.rule import Rule
 from engine.verification.verifier import ModelVerifier
@@ -174,5 +174,5 @@ def _seconds(verifier: RemoteVerifier, drafter: RemoteDrafter) -> tuple[float, .
 
 
 def _preparations() -> dict[str, int]:
-    """Return how many layers and kernels were compiled in rounds, where the engine counts them."""
-    return dict(getattr(getattr(stats, "PREPARATION", None), "counts", {}))
+    """Return how many layers and kernels were compiled in rounds."""
+    return dict(PREPARATION.counts)

@@ -14,7 +14,7 @@ Arctic Inference's implementation has no wheels for CPUs, and the memory of its 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from engine.control.acceptance import Rate
+from engine.control.acceptance import Acceptance
 from engine.drafting.copying.combined import Continuation
 from engine.drafting.copying.ngram import MAX_MATCH, MAX_READ, Match, NgramDrafter, TokenIndex
 from engine.protocols import ProposeRow, Request
@@ -32,34 +32,8 @@ _SEPARATOR = -1
 """Stands between two outputs; no text has this token."""
 _PRIORS = (0.3, 0.5, 0.7, 0.85, 0.95)
 """Acceptance rates of matches of 1 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 tokens or more, before any was observed."""
-_PRIOR_WEIGHT = 8
-_SKIPS_FORGIVEN = 500
-
-
-class TrackRecord:
-    """Acceptance rates of recent drafts, by length of match: long matches continue more often than short ones."""
-
-    def __init__(self) -> None:
-        self._rates = [Rate(prior, _PRIOR_WEIGHT) for prior in _PRIORS]
-
-    def rate(self, match_length: int) -> float:
-        """Return how likely a token is accepted that followed such a match, if all before it were."""
-        return self._rates[_bucket(match_length)].value
-
-    def observe(self, match_length: int, num_draft_tokens: int, num_accepted: int) -> None:
-        """Record a verdict. Tokens after the first rejected one were not decided."""
-        for i in range(min(num_accepted + 1, num_draft_tokens)):
-            self._rates[_bucket(match_length + i)].observe(accepted=i < num_accepted)
-
-    def observe_skip(self, match_length: int) -> None:
-        """Record that a match was not used, so that it is tried again after a while."""
-        bucket = _bucket(match_length)
-        rate = self._rates[bucket]
-        rate.value += (_PRIORS[bucket] - rate.value) / _SKIPS_FORGIVEN
-
-
-def _bucket(match_length: int) -> int:
-    return min(max((match_length >> 1).bit_length() - 1, 0), len(_PRIORS) - 1)
+_FADING = 0.002
+"""Share of a length's record that is forgotten when its match is not used, so that it is tried again after a while."""
 
 
 class SuffixDrafter(NgramDrafter):
@@ -73,7 +47,7 @@ class SuffixDrafter(NgramDrafter):
         self._remembers_outputs = remembers_outputs
         self._outputs: OrderedDict[bytes, TokenIndex] = OrderedDict()
         self._ended: deque[tuple[bytes, list[int]]] = deque(maxlen=_MAX_WAITING)
-        self._record = TrackRecord()
+        self._acceptance = Acceptance(_PRIORS)
         self._proposed: dict[str, tuple[Continuation, int]] = {}
         """The last proposal for each request, and the number of tokens that the request had then."""
 
@@ -114,9 +88,11 @@ class SuffixDrafter(NgramDrafter):
         if row.request.request_id not in self._proposed:
             return
         proposed, start = self._proposed.pop(row.request.request_id)
-        pairs = list(zip(proposed.token_ids, row.request.token_ids[start:], strict=False))
-        num_accepted = next((i for i, (token, truth) in enumerate(pairs) if token != truth), len(pairs))
-        self._record.observe(proposed.match_length, len(pairs), num_accepted)
+        pairs = zip(proposed.token_ids, row.request.token_ids[start:], strict=False)
+        for place, (token, truth) in enumerate(pairs):
+            self._acceptance.observe(_bucket(proposed.match_length + place), accepted=token == truth)
+            if token != truth:  # the tokens after it were not decided
+                break
 
     def _best(self, index: TokenIndex, matches: Sequence[Match], limit: int) -> Continuation:
         """Return the continuation with the most expected tokens among all match lengths."""
@@ -128,7 +104,10 @@ class SuffixDrafter(NgramDrafter):
             if continuation.num_expected > best.num_expected:
                 best = continuation
         if lengths and not best.token_ids:
-            self._record.observe_skip(lengths[0])
+            bucket = _bucket(lengths[0])
+            self._acceptance.odds[bucket] += _FADING * (
+                Acceptance(_PRIORS).odds[bucket] - self._acceptance.odds[bucket]
+            )
         return best
 
     def _follow(self, index: TokenIndex, ends: list[int], match_length: int, limit: int) -> Continuation:
@@ -144,7 +123,7 @@ class SuffixDrafter(NgramDrafter):
             if not followers:
                 break
             token = max(followers, key=lambda token: len(followers[token]))
-            prob *= self._record.rate(match_length + len(drafted)) * len(followers[token]) / len(ends)
+            prob *= self._acceptance.rate(_bucket(match_length + len(drafted))) * len(followers[token]) / len(ends)
             if prob < _MIN_PROB:
                 break
             drafted.append(token)
@@ -164,3 +143,7 @@ class SuffixDrafter(NgramDrafter):
             if len(tokens) > room:
                 self._ended.appendleft((salt, tokens[room:]))
             room -= len(tokens)
+
+
+def _bucket(match_length: int) -> int:
+    return min(max((match_length >> 1).bit_length() - 1, 0), len(_PRIORS) - 1)

@@ -12,12 +12,13 @@ temperature 1, the actual verdict is among the six likeliest in 0.75 of rounds b
 """
 
 import itertools
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from engine.control.acceptance import ChainAcceptance
+from engine.control.acceptance import PRIOR, Acceptance
 from engine.drafting.model.draft_cache import CachedPrefix
 from engine.drafting.model.next_tokens import Confidence, NextTokens, Ranking, joined
 from engine.drafting.model.token_drawer import Chain, Drawn, extend
@@ -67,15 +68,20 @@ class VerdictPredictor:
     """Predicts verdicts from the draft's scores; without shared noise, also from recent accepted lengths."""
 
     def __init__(self, num_draft_tokens: int, *, shares_noise: bool) -> None:
-        self.accepted = ChainAcceptance(num_draft_tokens)
+        self._acceptance = Acceptance([PRIOR] * num_draft_tokens)
         self._shares_noise = shares_noise
         self._confidence = Confidence()
+
+    def gains(self) -> list[float]:
+        """Return how likely each token of a chain is accepted, as recent ones were."""
+        rates = map(self._acceptance.rate, range(len(self._acceptance.odds)))
+        return list(itertools.accumulate(rates, operator.mul))
 
     def learn(self, context: DraftContext, accepted: int, token: int) -> None:
         """Learn from the verdict on a draft: `accepted` tokens, then `token`."""
         drafted = context.chain.token_ids
-        if drafted:
-            self.accepted.observe(len(drafted), range(accepted))
+        for place in range(min(accepted + 1, len(drafted))):
+            self._acceptance.observe(place, accepted=place < accepted)
         # Without shared noise, the scores predict only the token after the last accepted one.
         first = 0 if self._shares_noise else accepted
         committed = [*drafted[first:accepted], token]
@@ -93,7 +99,6 @@ class VerdictPredictor:
     def predict(self, context: DraftContext, count: int, end_ids: Collection[int]) -> list[Verdict]:
         """Return the likeliest verdicts on a draft, at most `count`, best first, without those that end the text."""
         drafted = context.chain.token_ids
-        lengths = None if self._shares_noise else self.accepted.length_probabilities(len(drafted))
         verdicts: list[tuple[float, Verdict]] = []
         reached = 1.0
         for accepted, (token_ids, scores) in enumerate(context.next_tokens):
@@ -103,10 +108,13 @@ class VerdictPredictor:
             # A draft token cannot be the token after its own rejection.
             kept = weights.pop(drafted[accepted], 0.0) if accepted < len(drafted) else 0.0
             rejected = sum(weights.values())
+            stays = kept / (kept + rejected)
+            if accepted < len(drafted) and not self._shares_noise:
+                stays = self._acceptance.rate(accepted)
             if rejected:
-                ends = reached * rejected / (kept + rejected) if lengths is None else lengths[accepted]
-                verdicts += [(ends * weight / rejected, (accepted, token)) for token, weight in weights.items()]
-            reached *= kept / (kept + rejected)
+                share = reached * (1 - stays) / rejected
+                verdicts += [(share * weight, (accepted, token)) for token, weight in weights.items()]
+            reached *= stays
         verdicts.sort(key=lambda verdict: verdict[0], reverse=True)
         return [verdict for _, verdict in verdicts if verdict[1] not in end_ids][:count]
 

@@ -146,7 +146,7 @@ class RunAheadDrafter(PassesAhead):
             return False
         if not any(answer.chain.token_ids for answer in answers):
             return True
-        gains = self._predictor.accepted.gains()
+        gains = self._predictor.gains()
         now = sum(1 + sum(gains[: len(answer.chain.token_ids)]) for answer in answers)
         later = sum(1 + sum(gains[: answer.row.num_draft_tokens]) for answer in answers)
         return self._pace.slowdown(max(answer.num_missing for answer in answers)) < later / now

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.control.stats import PREPARATION, RunAheadStats
 from engine.drafting.model.token_drawer import Drawn, TokenDrawer
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, ProposeRow
 from engine.sampling.logits import Run
 from engine.sampling.noise import Draws
+from engine.stats.drafts import RunAheadStats
+from engine.stats.preparation import PREPARATION
 
 WIDTHS = (4, 6, 8, 12, 16, 20, 24)
 _SMOOTHING = 0.9

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.control.stats import PREPARATION
 from engine.drafting.model.next_tokens import Ranking
 from engine.drafting.model.token_drawer import Drawn
 from engine.drafting.run_ahead.passes import Pass, PassesAhead
 from engine.execution.attention import Group, PagedContext
 from engine.execution.batch import ForwardBatch
 from engine.sampling.noise import Draws
+from engine.stats.preparation import PREPARATION
 
 
 def advance_together(drafters: Sequence[PassesAhead], max_rows: int) -> None:

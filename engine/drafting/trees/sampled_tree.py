@@ -18,6 +18,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.control.acceptance import Acceptance
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.token_drawer import likeliest
 from engine.drafting.trees.levelwise import LevelwiseDrafter, Tree, TreeLevel
@@ -28,8 +29,6 @@ from engine.sampling.logits import Run, draw, noised, shape
 from engine.verification.rule import rule_of
 
 _PRIOR_RATES = (0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01)
-_PRIOR_ROUNDS = 20
-_ROUNDS_REMEMBERED = 500
 
 
 class SampledTree(Tree):
@@ -78,8 +77,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
     def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
         super().__init__(draft, config)
         self._independent = rule_of(config.verification).independent_siblings
-        self._rates = {is_greedy: list(_PRIOR_RATES[: self.width]) for is_greedy in (False, True)}
-        self._num_seen = {is_greedy: [_PRIOR_ROUNDS] * self.width for is_greedy in (False, True)}
+        self._acceptance = {is_greedy: Acceptance(_PRIOR_RATES[: self.width]) for is_greedy in (False, True)}
 
     def plant(self, request: Request, num_nodes: int) -> SampledTree:
         """Return an empty tree for a request, of at most `num_nodes` nodes."""
@@ -88,7 +86,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
             # Greedy chains would all be the same one.
             parents = chains(num_nodes, 1 if is_greedy else self.width)
         else:
-            parents = likeliest_shape(num_nodes, self._rates[is_greedy])
+            parents = likeliest_shape(num_nodes, list(map(self._acceptance[is_greedy].rate, range(self.width))))
         return SampledTree(len(request.token_ids), parents, self._drawer.end_ids(request))
 
     def compute(self, batch: ForwardBatch, levels: Sequence[TreeLevel[SampledTree]]) -> None:
@@ -143,12 +141,10 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
 
     def learn(self, request: Request, tree: SampledTree, node: int, token: int) -> None:
         """Learn how often each sibling is the accepted one; a rejected one cannot be the recovered token."""
-        is_greedy = request.params.temperature == 0
-        rates, seen = self._rates[is_greedy], self._num_seen[is_greedy]
+        acceptance = self._acceptance[request.params.temperature == 0]
         siblings = [child.token_id for child in tree.nodes if child.parent == node]
         for rank, sibling in enumerate(siblings[: self.width]):
-            seen[rank] = min(seen[rank] + 1, _ROUNDS_REMEMBERED)
-            rates[rank] += ((sibling == token) - rates[rank]) / seen[rank]
+            acceptance.observe(rank, accepted=sibling == token)
 
 
 def _softmax(logits: Sequence[float]) -> list[float]:

@@ -16,13 +16,13 @@ from torch._dynamo.callback import callback_handler
 from transformers.modeling_layers import GradientCheckpointingLayer
 from triton import knobs  # type: ignore[import-untyped]
 
-from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
 from engine.execution.cuda.kernels import cache_write
 from engine.execution.cuda.kernels import triton_attention as paged_attention
 from engine.heads.head import Head
 from engine.models.layers.layer_attention import AttentionParams
+from engine.stats.preparation import PREPARATION
 
 _MAX_COMPILATIONS = 64
 """Layers of different kinds are compiled separately; a model has a few kinds."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from triton import TritonError  # type: ignore[import-untyped]
 
 from engine.config import CompileProgress, EngineConfig, ModelConfig
-from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import Group
 from engine.execution.backend import ChainBatch, Part, PassOutput, RankedTokens
@@ -38,6 +37,7 @@ from engine.models.causal_lm import CausalLM, forward
 from engine.models.layers.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+from engine.stats.preparation import PREPARATION
 
 logger = logging.getLogger(__name__)
 

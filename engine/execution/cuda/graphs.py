@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 from triton import TritonError  # type: ignore[import-untyped]
 
 from engine.config import EngineConfig
-from engine.control.stats import PREPARATION
 from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch
 from engine.execution.cuda.chain_pass import ChainPass, ChainShape, chain_shape
@@ -26,6 +25,7 @@ from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.layers.reducer import alone
 from engine.sampling.noise import Draws
+from engine.stats.preparation import PREPARATION
 
 LENGTHS = (1, 2, 3, 5, 9, 16, 24)
 MAX_TOKENS = 1280

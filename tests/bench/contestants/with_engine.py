@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from engine.control.stats import SpeculationStats
 from engine.engine import Engine
 from engine.llm import LLM, run_in_process
 from engine.params import SamplingParams
+from engine.stats.drafts import SpeculationStats
 from tests.bench.figures import Batch, RoundSplit, Timeline
 from tests.bench.workload import Arm, Cell, Workload
 from tests.load.records import Acceptance

@@ -4,10 +4,10 @@ import pytest
 
 from cluster.protocol.messages import PrefixDelta, PrefixMissing, Verify, VerifyEntry, decode_reply, encode
 from cluster.workers.responder import TargetResponder
-from engine.control.stats import PREPARATION
 from engine.errors import TargetError
 from engine.params import SamplingParams
 from engine.protocols import Draft, Verdict
+from engine.stats.preparation import PREPARATION
 from tests.cluster.fakes import SumVerifier
 
 

@@ -7,6 +7,7 @@ import pytest
 from deployments.diagnosis import running
 from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.http_client import Client
+from engine.control.judge import PROBLEMS
 from tests.deployments.diagnosis.fake import FakePaceline
 
 
@@ -59,16 +60,18 @@ def test_unused_drafts_are_explained(server: FakePaceline, reason, why):
     server.count('paceline:rounds_by_draft_length_total{num_draft_tokens="4",reason="goodput",replica="r1"}', 1e6)
     server.length, server.reason = "0", reason
     drafts = found(server)["drafts"]
-    assert (drafts.level, why in drafts.found) == ("warning", True)
+    assert (drafts.level, why in drafts.advice) == ("warning", True)
 
 
 def test_recoveries_a_queue_rejections_and_lost_drafts_are_warnings(server: FakePaceline):
     server.count("paceline:target_recoveries_total", 2)
     server.count("vllm:num_requests_waiting", 7)
-    server.count("vllm:spec_decode_num_drafts_total", 1e6)
+    server.count('paceline:draft_problem{problem="low_acceptance"}', 1)
+    server.count('paceline:draft_problem{problem="unused"}', 0)
     server.count('paceline:drafter_fallbacks_total{reason="absent"}', 1e6)
     findings = found(server)
-    assert {name for name, one in findings.items() if one.level != "ok"} >= {"recoveries", "queue", "acceptance"}
+    assert {name for name, one in findings.items() if one.level != "ok"} >= {"recoveries", "queue", "drafts"}
+    assert findings["drafts"].advice == PROBLEMS["low_acceptance"]
     assert findings["draft worker"].found == "rounds without its answer: 1000000 absent"
 
 

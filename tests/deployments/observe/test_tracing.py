@@ -21,9 +21,9 @@ from deployments.observe import metrics, tracing
 from deployments.observe.metrics import IngressMetrics
 from deployments.routing.resumable_stream import ResumableStream
 from deployments.wire import Generation
-from engine.control.stats import RequestStats
 from engine.errors import TargetError
 from engine.sampling.grammar import Grammars
+from engine.stats.requests import RequestStats
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig, generation, rounds_of
 

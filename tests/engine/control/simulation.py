@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from engine.config import EngineConfig
 from engine.control.plan import RoundSeconds
 from engine.control.planner import Planner
-from engine.control.survival import Prior
 from engine.params import SamplingParams
 from engine.protocols import NoDrafter, Request, ScheduledRow, Verdict, chain
 from tests.bench.paced.roofline import Pair, Work
@@ -50,7 +49,7 @@ class Simulation:
         self, pair, rows, *, k=8, seed=1, noise=0.1, drift=False, overlaps=(), speculation="adaptive", hits=0.9, **own
     ):
         config = EngineConfig(num_speculative_tokens=k, speculation=speculation, max_num_seqs=1024)
-        self.planner = Planner(config, Prior.of(k), Copier(self, k), overlaps)
+        self.planner = Planner(config, 0, Copier(self, k), overlaps)
         self.pair, self.k, self.chance, self.noise, self.drift, self.hits = (
             pair,
             k,

@@ -3,7 +3,7 @@
 import random
 from collections import defaultdict
 
-from engine.control.survival import Prior, Survival
+from engine.control.survival import Survival
 from engine.params import SamplingParams
 from engine.protocols import Request, chain
 
@@ -12,13 +12,13 @@ K = 4
 
 def test_expectations_are_calibrated_within_five_points_on_average():
     """Requests that are easy and hard, and other ones after a while."""
-    survival, chance = Survival(Prior.of(K)), random.Random(1)
+    survival, chance = Survival(K), random.Random(1)
     bins = defaultdict(list)
     for nth in range(800):
         for i, rate in enumerate((0.3, 0.6, 0.9)):
-            history = survival.history(Request(f"{i}-{nth // 100}", [1, 2], 2, SamplingParams()), nth)
+            history = survival.history(Request(f"{i}-{nth // 100}", [1, 2], 2, SamplingParams()))
             accepted = next((place for place in range(K) if chance.random() > rate), K)
-            (expected,) = survival.chances(history, 1)
+            expected = float(survival.chances([history], 1)[0, 0])
             bins[int(10 * expected)].append(expected - (accepted > 0))
             survival.observe(history, chain([7] * K), list(range(accepted)))
     assert sum(len(errors) > 50 for errors in bins.values()) >= 6

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
+from engine.control.costs import RoundCost
 from engine.control.overlap import OverlapChoice
-from engine.control.round_cost import RoundCost
 from tests.engine.control.simulation import LARGE, SMALL, Row, Simulation
 
 ALL = ("none", "ahead", "alternate")
@@ -28,7 +28,7 @@ GAINS = [0.7, 0.49, 0.34, 0.24]
 def test_the_overlap_that_pays_most_is_found(pair, num_rows, best):
     """Of verdicts, a drafter that runs ahead foresees 95 %; one that was not foreseen makes the round wait."""
     rows = [Row(0.75) for _ in range(num_rows)]
-    simulation = Simulation(pair, rows, overlaps=ALL, hits=0.95, drift=True)
+    simulation = Simulation(pair, rows, overlaps=ALL, hits=0.95, drift=True, noise=0.05)
     simulation.run(250 if num_rows < 200 else 60)
     simulation.reset()
     simulation.run(60 if num_rows < 200 else 20)

@@ -2,10 +2,10 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from engine.control.acceptance import ChainAcceptance
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
@@ -17,7 +17,7 @@ from tests.engine.test_exactness import TARGET, UNLIKE
 from tests.fakes import ConstantDrafter, MarkovModel
 
 TOKENS = list(range(10, 70))
-GAINS = ChainAcceptance(4).gains()
+GAINS = [0.7**place for place in range(1, 5)]
 
 
 def cycle_model(length):
@@ -133,13 +133,16 @@ def test_the_engine_copies_at_full_length_while_no_chain_pays_and_learns_nothing
     chances, observe = survival.chances, survival.observe
 
     def is_copy(history):
-        return any(copies and history is other for (_, copies), other in survival._histories.items())
+        return any(copies and history is other for (_, copies), other in survival._recent.items())
 
     def record(history, draft, path):
         learned.append(is_copy(history))
         observe(history, draft, path)
 
-    survival.chances = lambda history, length: chances(history, length) if is_copy(history) else [0.0] * length
+    def chances_of_copies(histories, length):
+        return chances(histories, length) * np.array([is_copy(history) for history in histories]).reshape(-1, 1)
+
+    survival.chances = chances_of_copies
     survival.observe = record
     prompt = [*range(40), *range(40)]
     tokens = run(engine, [(prompt, SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))])["0"]

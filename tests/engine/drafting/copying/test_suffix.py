@@ -2,7 +2,9 @@
 
 import torch
 
-from engine.drafting.copying.suffix import _MAX_SALTS, SuffixDrafter, TrackRecord
+from engine.drafting.copying.combined import Continuation
+from engine.drafting.copying.ngram import TokenIndex
+from engine.drafting.copying.suffix import _MAX_SALTS, SuffixDrafter
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, ProposeRow, Request, chain, run_in_process
 from tests.engine.running import make_engine, step
@@ -131,26 +133,41 @@ def test_the_same_request_again_is_drafted_whole_but_not_for_another_salt():
     assert rounds[2] > 1.3 * rounds[1]
 
 
+def expected_after(drafter, match_length):
+    """How many of two tokens after a match of such a length are expected to be accepted."""
+    index = TokenIndex(1024, drafter.orders)
+    index.extend(list(range(200)))
+    return drafter._follow(index, [10], match_length, 2).num_expected
+
+
 def test_longer_matches_are_expected_to_go_on_more_often_before_anything_is_known():
-    rates = [TrackRecord().rate(length) for length in (1, 2, 4, 8, 16, 32, 100)]
-    assert rates == sorted(rates)
-    assert rates[0] == rates[1] < rates[2] < rates[3]
-    assert rates[-1] == rates[-2]
+    expected = [expected_after(SuffixDrafter(), length) for length in (1, 2, 4, 8, 16, 32, 100)]
+    assert expected == sorted(expected)
+    assert expected[0] < expected[2] < expected[3] < expected[4]
+    assert expected[-1] == expected[-2]
+
+
+def judged(drafter, truth):
+    """Let a drafter propose 7 and 8 after a match of two tokens, and see what came instead."""
+    drafter._proposed["a"] = Continuation([7, 8], 1.0, 2), 2
+    drafter._observe(ProposeRow(Request("a", [1, 2, *truth], 2, SamplingParams()), 8))
+    return [drafter._acceptance.rate(place) for place in range(5)]
 
 
 def test_tokens_after_the_first_rejected_one_do_not_count():
-    record, other = TrackRecord(), TrackRecord()
-    record.observe(2, 8, 1)
-    other.observe(2, 2, 1)
-    assert [record.rate(n) for n in (2, 4, 8)] == [other.rate(n) for n in (2, 4, 8)]
+    before = [SuffixDrafter()._acceptance.rate(place) for place in range(5)]
+    rejected, accepted = judged(SuffixDrafter(), [5, 8]), judged(SuffixDrafter(), [7, 8])
+    assert rejected[0] < before[0] < accepted[0]
+    assert rejected == judged(SuffixDrafter(), [5])
 
 
 def test_a_length_that_is_not_drafted_from_any_more_is_tried_again_after_a_while():
-    record = TrackRecord()
+    drafter = SuffixDrafter()
     for _ in range(300):
-        record.observe(2, 1, 0)
-    low = record.rate(2)
+        low = judged(drafter, [5])[0]
     assert low < 0.05
+    index = TokenIndex(1024, drafter.orders)
+    index.extend([1, 2, 3, 1, 2])
     for _ in range(1000):
-        record.observe_skip(2)
-    assert record.rate(2) > 0.2
+        drafter._best(index, index.matches([1, 2]), 1)
+    assert drafter._acceptance.rate(0) > 0.2

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from engine.control.acceptance import Acceptance
 from engine.drafting.model.draft_cache import CachedPrefix
 from engine.drafting.model.next_tokens import NUM_CANDIDATES, Confidence, NextTokens, Ranking
 from engine.drafting.model.token_drawer import Chain, Drawn
@@ -44,10 +45,10 @@ def draft_context(drafted=(), rankings=(), next_tokens=(), **params):
     return DraftContext(request, Chain(list(drafted), rankings=rows), CachedPrefix(), list(next_tokens))
 
 
-def likeliest(context, lengths=None):
-    """All verdicts on a draft, the likeliest first; without shared noise, if lengths are known."""
-    predictor = VerdictPredictor(4, shares_noise=lengths is None)
-    predictor.accepted.length_probabilities = lambda _: lengths
+def likeliest(context, rates=None):
+    """All verdicts on a draft, the likeliest first; without shared noise, if rates of acceptance are known."""
+    predictor = VerdictPredictor(4, shares_noise=rates is None)
+    predictor._acceptance = Acceptance(rates or [0.7])
     return predictor.predict(context, 100, ())
 
 
@@ -81,10 +82,10 @@ def test_verdicts_are_ranked_as_often_as_they_come():
     assert all(later < earlier + 4 * math.sqrt(earlier) for earlier, later in itertools.pairwise(seen))
 
 
-def test_known_lengths_take_the_place_of_the_scores():
+def test_known_acceptance_takes_the_place_of_the_scores():
     context = draft_context([5], (), [NextTokens([5, 6], [9.0, 1.0]), NextTokens([7, 8], [3.0, 2.9])])
-    assert likeliest(context, [0.9, 0.1]) == [(0, 6), (1, 7), (1, 8)]
-    assert likeliest(context, [0.01, 0.99]) == [(1, 7), (1, 8), (0, 6)]
+    assert likeliest(context, [0.1]) == [(0, 6), (1, 7), (1, 8)]
+    assert likeliest(context, [0.99]) == [(1, 7), (1, 8), (0, 6)]
 
 
 def test_a_position_where_nothing_may_follow_ends_the_next_tokens():
@@ -153,11 +154,11 @@ def test_without_shared_noise_recent_lengths_decide_how_far_a_draft_gets():
 
 def test_an_empty_draft_teaches_nothing_about_accepted_lengths():
     predictor = VerdictPredictor(2, shares_noise=True)
-    before = predictor.accepted.gains()
+    before = predictor.gains()
     predictor.learn(draft_context(), 0, 5)
-    assert predictor.accepted.gains() == before
+    assert predictor.gains() == before
     predictor.learn(draft_context([4, 5]), 0, 6)
-    assert predictor.accepted.gains() != before
+    assert predictor.gains() != before
 
 
 def test_a_branch_has_its_tokens_in_the_order_in_which_they_will_be_committed():

@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, strategies
 
-from engine.control.stats import Preparation
 from engine.drafting.run_ahead import passes as passes_module
 from engine.drafting.run_ahead.passes import WIDTHS, Pace, PassesAhead
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
+from engine.stats.preparation import Preparation
 from tests.engine.drafting.proposing import context_model
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.control.acceptance import Acceptance
 from engine.drafting.check import draft_problem
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.trees.levelwise import TIP
@@ -53,7 +54,7 @@ def wide(verification="rejection"):
     """A drafter whose trees have siblings, because the first child is rarely right."""
     config = EngineConfig(num_blocks=8000, max_num_batched_tokens=10**6, drafting="tree", verification=verification)
     drafter = SampledTreeDrafter(DraftModel(MODEL), config)
-    drafter._rates = {False: [0.3, 0.25, 0.2], True: [0.3, 0.25, 0.2]}
+    drafter._acceptance = {is_greedy: Acceptance([0.3, 0.25, 0.2]) for is_greedy in (False, True)}
     return drafter
 
 
@@ -165,5 +166,5 @@ def test_how_often_siblings_are_accepted_is_learned():
         (draft,) = run_in_process(drafter.propose(rows))
         second = [token for token, parent in zip(draft.token_ids, draft.parents, strict=True) if parent == -1][-1]
         rows = [ProposeRow(Request("a", [*rows[0].request.token_ids, second], 3, SamplingParams(seed=1)), 6)]
-    assert drafter._rates[False][0] < 0.5
-    assert max(drafter._rates[False][1:]) > 0.4
+    first, *others = (drafter._acceptance[False].rate(rank) for rank in range(3))
+    assert first < 0.5 < max(others) + 0.1

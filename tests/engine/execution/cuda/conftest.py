@@ -1,6 +1,6 @@
 import pytest
 
-from engine.control import stats
+from engine.stats import preparation as counts
 
 
 @pytest.fixture
@@ -8,7 +8,7 @@ def preparation(monkeypatch):
     """The counts of this test alone."""
     from engine.execution.cuda import compiled_layers, cuda_backend, graphs
 
-    counted = stats.Preparation()
+    counted = counts.Preparation()
     for module in (compiled_layers, cuda_backend, graphs):
         monkeypatch.setattr(module, "PREPARATION", counted)
     return counted

@@ -1,14 +1,8 @@
-"""The counters of an engine, as vLLM's metrics define them: of drafts, and of the times and lengths of requests.
-
-Acceptance rate = num_accepted_tokens / num_draft_tokens; mean acceptance length = 1 + num_accepted_tokens /
-num_drafts (bonus included); acceptance at position i = num_accepted_tokens_per_pos[i] / num_drafts.
-"""
+"""Histograms of the times and lengths of requests, as vLLM's metrics define them."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from engine.protocols import RequestOutput, ScheduledRow
@@ -18,92 +12,6 @@ TOKEN_BOUNDS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-
-
-@dataclass(slots=True)
-class SpeculationStats:
-    """Counters since the start; they only grow."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    num_cached_prompt_tokens: int = 0
-    num_prefix_queries: int = 0
-    """Tokens that were looked up in the prefix cache, when their requests were first admitted."""
-    num_prefix_hits: int = 0
-    """Looked-up tokens that were cached."""
-    num_generation_tokens: int = 0
-    num_preemptions: int = 0
-    num_rounds_by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """Rounds by draft length and by the reason for that length."""
-
-    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one verified draft; an empty draft does not count."""
-        if num_draft_tokens == 0:
-            return
-        self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted_tokens
-        missing = num_draft_tokens - len(self.num_accepted_tokens_per_pos)
-        self.num_accepted_tokens_per_pos += [0] * missing
-        for position in range(num_accepted_tokens):
-            self.num_accepted_tokens_per_pos[position] += 1
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens committed per draft, bonus included; 1 before the first draft."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
-
-
-@dataclass(slots=True)
-class RunAheadStats:
-    """Counters since the start; they only grow.
-
-    Attributes:
-        hits: proposals whose draft was at least partly prepared.
-        misses: the remaining proposals, by reason. `token`: no draft was prepared for the committed token.
-            `unprepared`: no time or no free blocks to prepare. `stale`: the request is new, or more than one verdict
-            further.
-        num_forwards: forward passes run ahead of proposals.
-        num_wasted: of these, the passes whose results were not used.
-    """
-
-    hits: int = 0
-    misses: dict[str, int] = field(default_factory=dict)
-    num_forwards: int = 0
-    num_wasted: int = 0
-
-
-class Preparation:
-    """Counts work that no round should wait for; 0 is wanted of each kind.
-
-    `compiled`: layers and kernels, by a round. `not_recorded`: graphs that could not be recorded. `eager`: models that
-    could not be compiled.
-    """
-
-    def __init__(self) -> None:
-        self.counts = Counter(compiled=0, not_recorded=0, eager=0)
-        self._is_expected = True  # until the first model is warmed up
-
-    def observe(self, kind: str) -> None:
-        """Count something that is compiled, unless that is `expected` now."""
-        if not self._is_expected:
-            self.counts[kind] += 1
-
-    @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Within it no round waits; afterwards any round may."""
-        self._is_expected = True
-        try:
-            yield
-        finally:
-            self._is_expected = False
-
-
-PREPARATION = Preparation()
-"""Of this process."""
 
 
 class Distribution:

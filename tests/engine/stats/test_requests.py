@@ -1,9 +1,9 @@
-"""What the counters say after some drafts, and of requests timed with a clock that is set by hand."""
+"""Histograms of requests that are timed with a clock that is set by hand."""
 
 import pytest
 
-from engine.control.stats import Distribution, Preparation, SpeculationStats, token_bounds
 from engine.params import SamplingParams
+from engine.stats.requests import Distribution, token_bounds
 from tests.engine.running import make_engine, step
 from tests.engine.test_engine import MODEL
 
@@ -136,30 +136,3 @@ def test_a_request_that_comes_in_the_middle_of_a_round_waits_for_its_end(clock):
     step(engine)
     assert only(engine.request_stats.queue_s) == (0, 2)
     assert engine.request_stats.prefill_s.total == 2
-
-
-def test_before_the_first_draft_rates_are_those_of_plain_decoding():
-    stats = SpeculationStats()
-    assert stats.mean_acceptance_length == 1
-
-
-def test_acceptance_by_position_counts_each_draft_once_per_accepted_token():
-    stats = SpeculationStats()
-    stats.observe_draft(2, 1)
-    stats.observe_draft(4, 3)
-    stats.observe_draft(1, 0)
-    stats.observe_draft(0, 0)
-    assert stats.num_accepted_tokens_per_pos == [2, 1, 1, 0]
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 7, 4)
-    assert (stats.num_accepted_tokens, stats.num_draft_tokens) == (4, 7)
-    assert stats.mean_acceptance_length == pytest.approx(1 + 4 / 3)
-
-
-def test_only_work_that_was_not_expected_is_counted():
-    preparation = Preparation()
-    preparation.observe("compiled")  # while models load
-    with preparation.expected():
-        preparation.observe("compiled")
-    assert not any(preparation.counts.values())
-    preparation.observe("compiled")
-    assert preparation.counts == {"compiled": 1, "not_recorded": 0, "eager": 0}

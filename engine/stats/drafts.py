@@ -1,0 +1,64 @@
+"""Counters of drafts, as vLLM's metrics define them.
+
+Acceptance rate = num_accepted_tokens / num_draft_tokens; mean acceptance length = 1 + num_accepted_tokens /
+num_drafts (bonus included); acceptance at position i = num_accepted_tokens_per_pos[i] / num_drafts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters since the start; they only grow."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_prefix_queries: int = 0
+    """Tokens that were looked up in the prefix cache, when their requests were first admitted."""
+    num_prefix_hits: int = 0
+    """Looked-up tokens that were cached."""
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_rounds_by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Rounds by draft length and by the reason for that length."""
+
+    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count one verified draft; an empty draft does not count."""
+        if num_draft_tokens == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        missing = num_draft_tokens - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos += [0] * missing
+        for position in range(num_accepted_tokens):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed per draft, bonus included; 1 before the first draft."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(slots=True)
+class RunAheadStats:
+    """Counters since the start; they only grow.
+
+    Attributes:
+        hits: proposals whose draft was at least partly prepared.
+        misses: the remaining proposals, by reason. `token`: no draft was prepared for the committed token.
+            `unprepared`: no time or no free blocks to prepare. `stale`: the request is new, or more than one verdict
+            further.
+        num_forwards: forward passes run ahead of proposals.
+        num_wasted: of these, the passes whose results were not used.
+    """
+
+    hits: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    num_forwards: int = 0
+    num_wasted: int = 0

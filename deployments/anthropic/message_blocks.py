@@ -63,7 +63,7 @@ Turn = Annotated[InputTurn | AnswerTurn, Field(discriminator="role")]
 
 
 def conversation(turns: Sequence[InputTurn | AnswerTurn]) -> list[ChatMessage]:
-    """Return the chat messages of a conversation: one for each result of a call, and for all text between results."""
+    """Return chat messages: a tool message for each result of a call, and a message of all text between results."""
     messages: list[ChatMessage] = []
     for turn in turns:
         if isinstance(turn.content, str):
@@ -71,9 +71,9 @@ def conversation(turns: Sequence[InputTurn | AnswerTurn]) -> list[ChatMessage]:
         elif isinstance(turn, AnswerTurn):
             messages.append(_answer(turn.content))
         else:
-            for kind, run in groupby(turn.content, type):
+            for block_type, run in groupby(turn.content, type):
                 blocks: list[Any] = list(run)
-                if kind is TextPart:
+                if block_type is TextPart:
                     messages.append(message_of(turn.role, blocks))
                     continue
                 for block in blocks:

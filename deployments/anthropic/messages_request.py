@@ -120,7 +120,7 @@ class CountTokensRequest(RequestModel):
         )
 
     def _template_variables(self) -> dict[str, Any]:
-        """Return what tells a chat template to think; clients send it to any model, so none is refused for it."""
+        """Return variables that make a template think; clients send them to any model, so no template refuses them."""
         effort = self.output_config.effort if self.output_config else None
         thinks = None if effort is None else effort != "none"
         if self.thinking:

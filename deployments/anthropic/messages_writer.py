@@ -37,7 +37,7 @@ class MessageBody(ResponseModel):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: dict[Literal["input_tokens", "cache_read_input_tokens", "output_tokens"], int]
-    """The input tokens are those that were not cached."""
+    """Input tokens do not count cached tokens."""
 
 
 class InputTokens(ResponseModel):
@@ -56,20 +56,20 @@ class MessagesError(ResponseModel):
 
 @dataclass(slots=True)
 class MessagesWriter(ChatWriter):
-    """Writes one response as blocks: thoughts, text and calls. The last one is open until the next or the end."""
+    """Writes one response as blocks: thoughts, text and calls. The last block stays open until the next begins."""
 
     END: ClassVar[str] = ""
 
     blocks: list[Block] = field(default_factory=list, init=False)
     arguments: str = field(default="", init=False)
-    """Of the last call."""
+    """The arguments of the last call."""
 
     def opening(self) -> str:
-        """Return the event before the first tokens, whose usage does not know yet which tokens were cached."""
+        """Return the event before the first tokens; its usage does not know yet which tokens were cached."""
         return self._named_event("message_start", message=self._body())
 
     def chunk(self, choice: Choice, output: RequestOutput) -> str:
-        """Return the events with the next text; none if the tokens have no text yet."""
+        """Return the events with the next text; empty if the tokens have no text yet."""
         return self._add(choice, output.text, is_last=output.finish_reason is not None)
 
     def closing(self) -> str:
@@ -101,7 +101,7 @@ class MessagesWriter(ChatWriter):
                 return self._begin_block(Block(type="tool_use", id=part.id, name=part.name, input={}))
             case CallArguments():
                 self.arguments += part.text
-                is_json = self.request.tool_choice not in (None, "auto")  # a grammar sees to that
+                is_json = self.request.tool_choice not in (None, "auto")  # by a grammar
                 return self._block_delta(type="input_json_delta", partial_json=part.text) if is_json else ""
             case Reasoning():
                 begun = self._begin_unless_last(Block(type="thinking", thinking="", signature=""))
@@ -125,14 +125,14 @@ class MessagesWriter(ChatWriter):
     def _end_block(self) -> str:
         if not self.blocks:
             return ""
-        rest = ""
+        input_delta = ""
         if (last := self.blocks[-1]).type == "tool_use":
             text, self.arguments = self.arguments, ""
             last.input = past_arguments(text)
-            if self.request.tool_choice in (None, "auto"):  # as a whole: Anthropic's client fails at wrong JSON
+            if self.request.tool_choice in (None, "auto"):  # whole, because Anthropic's client fails at wrong JSON
                 partial = text if isinstance(last.input, dict) else json.dumps(text)
-                rest = self._block_delta(type="input_json_delta", partial_json=partial)
-        return rest + self._named_event("content_block_stop", index=len(self.blocks) - 1)
+                input_delta = self._block_delta(type="input_json_delta", partial_json=partial)
+        return input_delta + self._named_event("content_block_stop", index=len(self.blocks) - 1)
 
     def _body(self) -> MessageBody:
         choice, usage = self.choices[0], self.usage()

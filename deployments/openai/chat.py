@@ -91,11 +91,11 @@ class ChatWriter(Writer):
     request: ChatCompletionRequest
     form: MessageForm | None = None
     prompt_end: str = ""
-    """May hold the beginning of the answer."""
+    """The end of the prompt, which may hold the beginning of the answer."""
     parsers: dict[int, MessageParser] = field(default_factory=dict, init=False)
 
     def opening(self) -> str:
-        """Return the chunk that says who speaks, one per choice."""
+        """Return the first chunk of each choice, with the role."""
         delta = {"role": "assistant", "content": ""}
         prompt = self.ids_field(prompt_token_ids=self.choices[0].prompt_token_ids)
         return "".join(
@@ -104,7 +104,7 @@ class ChatWriter(Writer):
         )
 
     def chunk(self, choice: Choice, output: RequestOutput) -> str:
-        """Return the chunks with the next tokens of a choice: one for each part of the message, at least one."""
+        """Return a chunk for each part of the message in the next tokens; without a part, an empty chunk."""
         logprobs = None
         if output.logprobs is not None:
             logprobs = chat_logprobs(output.token_ids, output.logprobs, self.reply.token_bytes)
@@ -116,7 +116,7 @@ class ChatWriter(Writer):
         chunks[-1] |= {"finish_reason": self._finish_reason(choice), "stop_reason": output.stop_reason}
         chunks[0] |= self.ids_field(token_ids=output.token_ids)
         for chunk in chunks:
-            chunk |= self.rounds_field(choice)  # all in the first one
+            chunk |= self.rounds_field(choice)  # the first chunk gets them all
         return "".join(self._event([chunk], **self.chunk_usage_field()) for chunk in chunks)
 
     def closing(self) -> str:
@@ -181,7 +181,7 @@ class ChatWriter(Writer):
         return AnswerMessage(role="assistant", content=texts[Content] or (None if calls else ""), **fields)
 
     def _finish_reason(self, choice: Choice) -> FinishReason | None:
-        """Return why an answer ended: `tool_calls`, but `stop` where the client named the function, as OpenAI does."""
+        """Return `tool_calls` after a call, but `stop` if the client named the function, as OpenAI does."""
         has_calls = choice.index in self.parsers and self.parsers[choice.index].num_calls
         is_named = isinstance(self.request.tool_choice, ToolChoice)
         return "tool_calls" if choice.finish_reason == "stop" and has_calls and not is_named else choice.finish_reason
@@ -195,7 +195,6 @@ def _chunk(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _delta(part: Part) -> dict[str, Any]:
-    """Return the next part of an answer; only the first part of a call has its id, type and name."""
     match part:
         case CallStart():
             call = {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}

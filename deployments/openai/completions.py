@@ -121,7 +121,6 @@ class CompletionWriter(Writer):
     def _choice(
         self, choice: Choice, tokens: Choice | RequestOutput, *, has_prompt: bool = False, **fields: Any
     ) -> CompletionChoice:
-        """Return tokens of a choice, the whole choice or the next ones, after its prompt if that is echoed here."""
         logprobs = None
         if self.request.logprobs is not None:
             token_bytes, skips = self.reply.token_bytes, self.request.skip_special_tokens is not False

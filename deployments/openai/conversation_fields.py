@@ -82,7 +82,6 @@ class ToolMessage(Message):
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-"""One message of a conversation."""
 _message: TypeAdapter[ChatMessage] = TypeAdapter(ChatMessage)
 MAX_MESSAGES = 1024
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -117,7 +116,7 @@ class ConversationRequest(RequestModel):
         return [] if self.tool_choice == "none" else self.tools or []
 
     def template_variables(self) -> dict[str, Any]:
-        """Return the variables for the chat template; raise RequestError if an answer is to be continued and begun."""
+        """Return the variables for the chat template; raise RequestError if the request both continues and begins."""
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message continues the last message, add_generation_prompt begins another",

@@ -43,7 +43,7 @@ class ChatLogprobs(ResponseModel):
 
 
 class PromptLogprob(ResponseModel):
-    """One token at a position of the prompt; rank 1 is the most likely one."""
+    """A token at a position of the prompt; rank 1 is the likeliest token."""
 
     logprob: float
     rank: int
@@ -51,11 +51,11 @@ class PromptLogprob(ResponseModel):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""For each token of a prompt, in vLLM's form: null for the first, then by token id its own and the likeliest ones'."""
+"""For each token of a prompt, by token id, the token and its likeliest alternatives; null for the first token."""
 
 
 def num_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
-    """Return the number of log probabilities, if all positions have as many alternatives."""
+    """Return the number of log probabilities; all positions have equally many alternatives."""
     return len(positions) * (1 + len(positions[0].top_ids)) if positions else 0
 
 
@@ -80,16 +80,16 @@ def prompt_logprobs_field(
 
 
 class TextOffsets:
-    """Finds where tokens begin in a growing text, in characters; those inside a character, where that begins."""
+    """Finds where tokens begin in a growing text, in characters; a token inside a character begins where that does."""
 
     def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int], *, skips_special: bool) -> None:
-        """Start after a prompt, or without one if the text begins with it."""
+        """Start after `prompt`, which is empty if the text echoes it."""
         self._token_bytes, self._hidden = token_bytes, token_bytes.special_ids if skips_special else frozenset()
         before = [token_id for token_id in prompt if token_id not in self._hidden]
         self.is_begun = bool(before)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(b"".join(map(token_bytes, before[-3:])))
-        # A character that the prompt began is no part of the text.
+        # The text does not contain a character that the prompt began.
         self._length = -bool(self._decoder.getstate()[0])
 
     def add(self, token_id: int, *, is_echo: bool) -> int:
@@ -111,7 +111,7 @@ def completion_logprobs(
     token_bytes: TokenBytes,
     offsets: TextOffsets,
 ) -> CompletionLogprobs:
-    """Return the scores of a completion's next tokens; `prompt_logprobs` begin at an echoed prompt's second token."""
+    """Return the next tokens' log probabilities; `prompt_logprobs` start at an echoed prompt's second token."""
     token_ids, num_echoed = tokens.token_ids, 0
     positions: list[TokenLogprobs | None] = [*(tokens.logprobs or [])]
     if prompt_logprobs is not None:
@@ -119,12 +119,12 @@ def completion_logprobs(
         positions = [None, *prompt_logprobs, *positions]
     shown = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for index, (token_id, position) in enumerate(zip(token_ids, positions, strict=True)):
-        others = position.top_ids if position else []
-        text, *texts = token_bytes.texts([token_id, *others], is_first=not offsets.is_begun)
+        alternatives = position.top_ids if position else []
+        text, *texts = token_bytes.texts([token_id, *alternatives], is_first=not offsets.is_begun)
         shown.tokens.append(text)
         shown.text_offset.append(offsets.add(token_id, is_echo=index < num_echoed))
         shown.token_logprobs.append(position.logprob if position else None)
-        # Parts of characters may look alike; the likelier one is kept.
+        # Parts of characters may look alike; the likelier is kept.
         top = [*zip(texts, position.top_logprobs, strict=True)][::-1] if position else []
         shown.top_logprobs.append(dict(top) | {text: position.logprob} if position else None)
     return shown

@@ -1,9 +1,8 @@
-"""MessageParser: splits a growing text into content, thoughts and tool calls, which all three APIs write.
+"""MessageParser: splits a growing text into content, thoughts and tool calls, for all three APIs.
 
-transformers' response parser finds where thoughts and calls begin and end, and reads the arguments of calls, by a
-template that is data (`MessageForm`). Where arguments are JSON, they are sent as they come, wrong or cut ones, too: a
-call begins where its arguments open, and stays one, because sent chunks cannot be taken back. Other texts that are no
-calls, or end inside one, are content. The parts do not depend on how the text is cut.
+transformers' response parser finds thoughts and calls by a template (`MessageForm`). JSON arguments are sent as they
+come, even if they turn out wrong or cut: sent chunks cannot be taken back. Other text that is not a whole call is
+content. The parts do not depend on how the text is cut into pieces.
 """
 
 import hashlib
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 
 _BLANK = " \t\r\n"
 PIECE = 256
-"""Characters that are read at once: more of them take longer each."""
+"""Characters read at once; in a longer piece, each character takes longer."""
 MAX_ENDLESS = 4
-"""Calls without an end, after which no other one is looked for: each search reads the rest of the text."""
+"""After this many calls without an end, no end is searched for: each search reads all remaining text."""
 _MARK = re.compile(r'["\\{}\[\]<]')
 
 
@@ -72,12 +71,10 @@ class MessageParser:
         calls_only: bool = False,
         id_basis: str = "",
     ) -> None:
-        """Start at the beginning of a message, or where the end of `prompt` leaves it, as in thoughts.
+        """Start at the beginning of a message, or where the end of `prompt` leaves it, such as inside thoughts.
 
-        Args:
-            tools: what the model may call; without any, calls are content.
-            calls_only: the text must be calls, so other content is the markup of a call that was cut.
-            id_basis: names the message; the ids of its calls depend on it and on their order alone.
+        Without `tools`, calls are content. With `calls_only`, content is dropped, because it is the markup of a cut
+        call. The ids of calls depend only on `id_basis` and their order.
         """
         self._form, self._calls_only, self._id_basis = form, calls_only, id_basis
         self._tools: list[Any] = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -85,7 +82,7 @@ class MessageParser:
         begun = form.begun(prompt)
         parser = self._parser_after(begun)
         begun += "x" * any("text" in event for event in parser.finalize()[1])
-        # That letter ends what could begin a mark, so that none of it is said again. A call that has begun is content.
+        # The letter ends what may begin a mark, so that it is not sent again. A call that has begun is content.
         has_call = any(event["field"] == CALLS for event in parser.initial_events)
         self._parser = self._parser_after("x" if has_call else begun)
         self._is_after_call = False
@@ -95,7 +92,7 @@ class MessageParser:
         self._reading = self._read()
 
     def _parser_after(self, text: str) -> "ResponseParser":
-        """Return a parser that has read a text, in pieces, as it searches all that it got again after each mark."""
+        """Return a parser that has read a text, in pieces: after each mark it searches the whole piece again."""
         from transformers.utils.chat_parsing import ResponseParser
 
         parser = ResponseParser(self._template, prefix="")
@@ -104,14 +101,13 @@ class MessageParser:
         return parser
 
     def feed(self, text: str, *, is_last: bool) -> list[Part]:
-        """Return the parts that later text cannot change; after the last text, the rest."""
+        """Return the parts that later text cannot change; after the last text, all parts."""
         self._parts: list[Part] = []
         self._input, self._position, self._is_last = self._text + text, len(self._text), is_last
         next(self._reading)
         return self._parts
 
-    # These generators read the input in pieces, and yield where they need more. `_text` is the end of what they have
-    # read, and not understood yet.
+    # These generators yield where they need more input. `_text` is input that was read and not yet understood.
 
     def _next(self) -> Generator[None, None, str]:
         if self._position == len(self._input):
@@ -144,7 +140,7 @@ class MessageParser:
                 self._parser = self._parser_after((yield from self._read_call()))
 
     def _read_call(self) -> Generator[None, None, str]:
-        """Read a call, or markup that is none; return what the next parser starts after."""
+        """Read a call, or markup without a call; return the text after which the next parser starts."""
         head, calls = self._form.head_pattern, self._form.loaded.fields[CALLS]
         match = head and head.match(self._text, partial=True)
         while match and match.partial and not self._is_end:
@@ -175,13 +171,13 @@ class MessageParser:
         return ""
 
     def _find_end(self, opened: int, closing: Any) -> Generator[None, None, tuple[int, int] | None]:
-        """Return the ends of a call's body and of the call, whose arguments are not sent as they come; None if none."""
+        """Return where the body of a call ends, and where the call ends; None if it has no end."""
         scanner, num_read = ObjectEnd(), 0
         searched = opened
         while self._num_endless < MAX_ENDLESS:
             if self._form.head_pattern is not None:
                 body = self._text[opened:].lstrip(_BLANK)
-                opened = len(self._text) - len(body)  # blanks are read once
+                opened = len(self._text) - len(body)  # so that blanks are read once
                 if body and not body.startswith("{"):
                     return None
                 if (length := scanner.find(body[num_read:])) is not None:
@@ -200,7 +196,7 @@ class MessageParser:
         return None
 
     def _read_arguments(self, *, is_inside: bool) -> Generator[None]:
-        """Read the arguments of a call and, if they are inside an object, the rest of it."""
+        """Read the arguments of a call and, if they are inside an object, the end of that object."""
         arguments = ObjectEnd()
         while (end := arguments.find(self._text)) is None:
             self._add_arguments(self._text)
@@ -227,15 +223,15 @@ class MessageParser:
     def _start_call(self, name: str) -> None:
         self.num_calls += 1
         digest = hashlib.blake2s(f"{self._id_basis}/{self.num_calls}".encode()).hexdigest()
-        # Some chat templates refuse earlier calls whose ids are not nine letters or digits.
+        # Some chat templates refuse past calls whose ids are not nine letters or digits.
         self._parts.append(CallStart(self.num_calls - 1, digest[:9], name))
         self._is_after_call = True
 
     def _add_calls(self, opening: Any, body_end: int) -> bool:
-        """Return whether the text after what opens a call is one or more calls, and add them."""
+        """Add the calls that follow an opening mark; return whether there are any."""
         try:
-            found = self._form.read_call(opening, self._text[opening.end() : body_end], self._tools)
-            functions = [call["function"] for call in (found if isinstance(found, list) else [found])]
+            parsed = self._form.read_call(opening, self._text[opening.end() : body_end], self._tools)
+            functions = [call["function"] for call in (parsed if isinstance(parsed, list) else [parsed])]
             named = [(entry["name"], entry.get("arguments", entry.get("parameters"))) for entry in functions]
             if not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in named):
                 return False
@@ -248,23 +244,23 @@ class MessageParser:
             self._parts.append(CallArguments(self.num_calls - 1, arguments))
         return bool(calls)
 
-    def _add(self, kind: type[Content] | type[Reasoning], text: str) -> None:
-        """Add text to the last part, if it is of that kind, or else a part; content after a call begins with a word."""
-        if kind is Content and self._is_after_call:
+    def _add(self, part_type: type[Content] | type[Reasoning], text: str) -> None:
+        """Append text to the last part if that has this type, else as a new part; drop blanks after a call."""
+        if part_type is Content and self._is_after_call:
             text = text.lstrip()
             self._is_after_call = not text
-        if self._calls_only and kind is Content:
+        if self._calls_only and part_type is Content:
             return
-        if self._parts and isinstance(last := self._parts[-1], kind):
+        if self._parts and isinstance(last := self._parts[-1], part_type):
             text = last.text + text
             del self._parts[-1]
         if text:
-            self._parts.append(kind(text))
+            self._parts.append(part_type(text))
 
 
 @dataclass(slots=True)
 class ObjectEnd:
-    """Finds the end of a JSON object, of which `depth` brackets are open, in a text that comes in pieces."""
+    """Finds the end of a JSON object in a text that comes in pieces; `depth` counts the open brackets."""
 
     depth: int = 0
     position: int = 0

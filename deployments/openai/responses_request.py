@@ -97,7 +97,7 @@ class FunctionChoice(ChosenFunction, OfFunctions):
 
 
 def conversation(items: Sequence[Item]) -> list[ChatMessage]:
-    """Convert items to messages; calls join the assistant's message before them, and thoughts the one after them."""
+    """Make messages of items; calls join the assistant's message before them, and thoughts the message after them."""
     messages: list[ChatMessage] = []
     thoughts: str | None = None
     for item in items:
@@ -204,7 +204,7 @@ class ResponsesRequest(SamplingRequest):
     """Refused: no prompts are stored."""
 
     def to_chat(self) -> ChatCompletionRequest:
-        """Return the equivalent chat completion request; raise RequestError if there is none."""
+        """Return the equivalent chat completion request; raise RequestError if none is equivalent."""
         self.refuse_trace()
         has_logprobs = LOGPROBS in (self.include or [])
         if has_logprobs and self.tools:
@@ -247,7 +247,7 @@ class ResponsesRequest(SamplingRequest):
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return an error about a chat completion request with the field names of the request that became it."""
+    """Return a chat completion request's error with the field names of the client's request."""
     message = str(error)
     for chat_name, name in names.items():
         # Without an index: messages are counted after the conversion.

@@ -81,7 +81,7 @@ class Response(ResponseModel):
 
 @dataclass(slots=True, kw_only=True)
 class ResponsesWriter(ChatWriter):
-    """Writes one response, whose text becomes items: thoughts, messages, calls. Only the last can be in progress."""
+    """Writes one response as items: thoughts, messages, calls. Only the last item can be in progress."""
 
     END: ClassVar[str] = ""
     REPEATS_ALL: ClassVar[bool] = True
@@ -89,7 +89,7 @@ class ResponsesWriter(ChatWriter):
     responses_request: ResponsesRequest
     items: list[OutputItem] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
-    """Of the tokens whose text is still to come."""
+    """Log probabilities of tokens whose text has not come yet."""
 
     def opening(self) -> str:
         """Return the events before the first tokens."""
@@ -97,7 +97,7 @@ class ResponsesWriter(ChatWriter):
         return "".join(self._named_event(f"response.{name}", response=response) for name in ("created", "in_progress"))
 
     def chunk(self, choice: Choice, output: RequestOutput) -> str:
-        """Return the events with the next text; none if the tokens have no text yet."""
+        """Return the events with the next text; empty if the tokens have no text yet."""
         return self._add(choice, output, is_last=output.finish_reason is not None)
 
     def closing(self) -> str:
@@ -124,7 +124,6 @@ class ResponsesWriter(ChatWriter):
         return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
 
     def _named_event(self, type: str, **fields: Any) -> str:
-        """Return an event with its type as its name; none where only the whole body is sent."""
         if not self.request.stream:
             return ""
         self.num_events += 1
@@ -158,7 +157,6 @@ class ResponsesWriter(ChatWriter):
         return self._begin("message", "msg", text, role="assistant")
 
     def _begin(self, type: Any, prefix: str, text: OutputPart | None = None, **fields: Any) -> str:
-        """Return the events that end the last item and begin another."""
         ended = self._end_item("completed")
         id = f"{prefix}_{self.reply.id.removeprefix('resp_')}_{len(self.items)}"
         item = OutputItem(id=id, type=type, status="in_progress", **fields, **({"content": []} if text else {}))
@@ -170,7 +168,7 @@ class ResponsesWriter(ChatWriter):
         return begun + self._named_event("response.content_part.added", part=text, **self._location, content_index=0)
 
     def _num_thoughts(self, texts_of: Callable[[], Sequence[str]]) -> int:
-        """Return how many of the answer's first tokens, of which these are the texts, are thoughts or their marks."""
+        """Return how many of the first tokens are thoughts or their marks; `texts_of` returns each token's text."""
         if self.form is None or not any(item.type == "reasoning" for item in self.items):
             return 0
         fields, texts = self.form.loaded.fields, texts_of()
@@ -188,7 +186,6 @@ class ResponsesWriter(ChatWriter):
         return self._named_event(f"response.{part.type}.delta", **fields)
 
     def _finish(self) -> str:
-        """End the last item, or an empty message if there is none."""
         start = "" if self.items else self._begin_message()
         return start + self._end_item(self._status)
 

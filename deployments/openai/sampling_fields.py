@@ -71,7 +71,7 @@ class CommonRequest(RequestModel):
     """The fields of all four APIs."""
 
     CHAT_FIELDS: ClassVar[Mapping[str, str]] = {}
-    """The fields that have another name than those of the chat completion request that this one becomes."""
+    """Names of fields of the equivalent chat completion request, and their names here."""
 
     model: str | None = None
     """The served model's name; null is the only one."""
@@ -158,7 +158,7 @@ class GenerationRequest(SamplingRequest):
     """Log probabilities of the prompt's tokens, with this many alternatives; not in a stream."""
 
     def text_source(self) -> GrammarSource | None:
-        """Return the client's constraint on the text; raise RequestError if there are several, or an empty one."""
+        """Return the client's constraint on the text; raise RequestError if it is empty or one of several."""
         source = format_source(self.response_format)
         if self.structured_outputs is None:
             return source

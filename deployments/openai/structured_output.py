@@ -58,12 +58,10 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """How a model writes its thoughts and begins its answer.
+    """How a model writes its thoughts, and the text that begins its `answer`, with and without thoughts.
 
-    Attributes:
-        token_ids: the texts that are tokens of their own.
-        answer: what begins the answer, with and without thoughts.
-        is_open: whether the prompt has begun them; else the model does so, or leaves them out.
+    If `is_open`, the prompt has begun the thoughts; else the model begins them or leaves them out. `token_ids` has the
+    texts that are single tokens.
     """
 
     opening: str
@@ -73,15 +71,15 @@ class Thoughts:
     is_open: bool = False
 
     def after(self, begun: str) -> "Thoughts | None":
-        """Return these thoughts where `begun` is how much of the answer the prompt holds; None if they are over."""
+        """Return the thoughts that can follow `begun`, the prompt's part of the answer; None if they have ended."""
         is_open = begun.rfind(self.opening.strip()) > begun.rfind(self.closing)
         return replace(self, is_open=is_open) if is_open or not begun.strip() else None
 
     def before(self, grammar: str, ends: Collection[int]) -> str:
         """Return the grammar of thoughts and then of a text that `grammar` allows.
 
-        Thoughts may be any text, but only their closing ends them. Where it is a token of its own, they may hold all
-        other tokens but those of `ends`; else they hold no special token.
+        Only the closing mark ends thoughts. If a special token is in it, thoughts may hold any other token except
+        `ends`; else they hold no special token.
         """
         sources = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
         name = sources[0].setdefault("name", "text")
@@ -101,10 +99,9 @@ class Thoughts:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A client's constraint, before it is made a grammar: a request field and its value, whose size is checked first.
+    """A client's constraint before it becomes a grammar, so that the size of `value` can be checked first.
 
-    `to_grammar` raises RequestError if the value has no grammar; it can take a second if it `takes_long`. The text
-    matches after `thoughts`, if there are some.
+    `to_grammar` raises RequestError if the value has no grammar; if it `takes_long`, it can take a second.
     """
 
     field: str
@@ -115,7 +112,7 @@ class GrammarSource:
 
 
 def structured_source(outputs: StructuredOutputs) -> GrammarSource:
-    """Return the constraint in `structured_outputs`; raise RequestError if it does not hold exactly one."""
+    """Return the constraint in `structured_outputs`; raise RequestError unless it holds exactly one constraint."""
     given = {name: value for name, value in outputs.model_dump(by_alias=True).items() if value is not None}
     if len(given) != 1:
         raise RequestError(
@@ -123,7 +120,6 @@ def structured_source(outputs: StructuredOutputs) -> GrammarSource:
             "structured_outputs",
         )
     [(name, value)] = given.items()
-    # GBNF or Lark takes long.
     return GrammarSource(
         f"structured_outputs.{name}", value, lambda: _CONVERTERS[name](value), takes_long=name == "grammar"
     )

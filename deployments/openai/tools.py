@@ -1,7 +1,4 @@
-"""Tools: the request fields about functions that the model may call, and the grammars of required calls.
-
-`message_parts.py` reads calls, in the form that the model's chat template teaches.
-"""
+"""Tools: the request fields about functions that the model may call, and the grammars of required calls."""
 
 import json
 import re
@@ -21,14 +18,13 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 CALLS = "tool_calls"
-"""The field of calls in response templates."""
 MAX_BLANKS, MAX_NAME = 9, 256
-"""Characters of one repeat in a template's patterns: what may be blank, and any other. So no pattern is slow."""
+"""Most blanks, and most other characters, that a repeat in a template's pattern matches: no pattern may be slow."""
 _REPEAT = re.compile(r"(\\[a-zA-Z]|(?<!\\)[\].])([*+])")
 _LOOK_BEHIND = re.compile(r"\(\?<=([^()|]*)\\s\{0,9\}\)")
 _VALUE = "(?P<value>.*?)"
 THOUGHTS = {"reasoning_content", "thinking"}
-"""The names of the field of thoughts; some templates on the hub use the second one."""
+"""Names of a response template's field of thoughts; some templates on the hub use the second name."""
 
 
 class Function(RequestModel):
@@ -89,12 +85,11 @@ class ToolForm:
     end: str
     separator: str
     arguments: str
-    """The model's word for them."""
+    """The model's word for arguments."""
     token_ids: Mapping[str, int] | None = None
-    """The texts that are tokens of their own."""
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return the grammar of one call or, if parallel, of several; schemas are embedded whole, as are references."""
+        """Return the grammar of one call or, if parallel, of several; schemas keep their references."""
         start, end, separator = (literal(text, self.token_ids) for text in (self.start, self.end, self.separator))
         more = f" ({separator} {start} call {end})*" if parallel else ""
         calls = " | ".join(f"call{i}" for i in range(len(tools)))
@@ -112,14 +107,13 @@ class ToolForm:
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How a model writes messages.
+    """How a model writes messages: `template` is transformers' response template.
 
     Attributes:
-        template: transformers' response template.
-        head: a regular expression of a call up to its arguments, with the group `name`; empty if they are no JSON.
-        tool_form: how a required call is written; None if none can be required.
+        head: a pattern of a call up to its arguments, with the group `name`; empty if arguments are not JSON.
+        tool_form: None if no call can be required.
         mark_token_ids: the tokens that delimit parts.
-        thoughts: how thoughts before a constrained answer are written; None if there are none.
+        thoughts: None if no thoughts come before a constrained answer.
     """
 
     template: dict[str, Any]
@@ -130,11 +124,11 @@ class MessageForm:
 
     @cached_property
     def loaded(self) -> "ResponseTemplate":
-        """The template, as transformers compiles it; raises ValueError if it is none."""
+        """The template, as transformers compiles it; raises ValueError if it is invalid."""
         return _load(self.template)
 
     def begun(self, prompt: str) -> str:
-        """Return how much of the answer a prompt's end holds already, such as what opens the thoughts."""
+        """Return the part of the answer that a prompt's end already holds, such as the mark that opens thoughts."""
         begun = self.loaded.truncate_past_last_anchor(prompt) if self.loaded.start_anchor_re.search(prompt) else ""
         return begun if begun.strip() else ""
 
@@ -146,12 +140,12 @@ class MessageForm:
 
     @cached_property
     def head_pattern(self) -> Any:
-        """The compiled `head`, as transformers compiles patterns; None without one."""
+        """The compiled `head`, as transformers compiles patterns; None if there is no `head`."""
         template = {"start_anchor_pattern": self.head, "fields": {"content": {}}}
         return _load(template).start_anchor_re if self.head else None
 
     def read_call(self, opening: Any, body: str, tools: list[Any]) -> Any:
-        """Return the calls in a body after what opened it, with values of their tools' types; raise if it is none."""
+        """Return the calls in a body, with values of their tools' types; raises what transformers' readers raise."""
         from transformers.utils.chat_parsing import parse_response
         from transformers.utils.chat_parsing.content_parsers import process_field
 
@@ -165,10 +159,7 @@ class MessageForm:
 
     @cached_property
     def _rewrites(self) -> "tuple[re.Pattern[str], re.Pattern[str]] | re.Pattern[str] | None":
-        """What finds tags and their ends, or strings and keys that are no JSON; None if transformers reads a call.
-
-        Transformers' readers take a time that grows with the square or cube of some texts.
-        """
+        """Patterns that turn a call into JSON, as transformers' readers take quadratic time; None leaves it to them."""
         calls = self.loaded.fields[CALLS]
         opening, value, closing = calls.content_args.get("tag_pattern", "").partition(_VALUE)
         if calls.content == "xml-inline" and value and calls.content_args.keys() == {"tag_pattern"}:
@@ -192,11 +183,8 @@ class MessageForm:
 
     @cached_property
     def streaming(self) -> "tuple[ResponseTemplate, ResponseTemplate]":
-        """The templates of growing texts without calls, and with them; raises ValueError if they are none.
-
-        All fields are plain text, so none fails. A call begins before its markup and does not end, so all its text
-        arrives in one field.
-        """
+        """The templates of growing texts, without and with calls; raises ValueError if they are invalid."""
+        # Fields are plain text, so that none fails. A call's field begins before its markup and gets all later text.
         plain = {"content": "text", "content_args": {"strip": False}}
         fields: dict[str, Any] = {}
         for name, field in self.template["fields"].items():
@@ -208,7 +196,7 @@ class MessageForm:
             return without, without
         start = _unnamed(self.loaded.fields[CALLS].open_re.pattern)
         fields[CALLS] = plain | {"open_pattern": f"(?={start})"}
-        # What ends or is left out of content is no part of a call's markup.
+        # The pattern that ends content must not match inside the markup of a call.
         if (name := self.loaded.implicit) is not None and (ending := self.loaded.fields[name].close_re) is not None:
             fields[name] = plain | {"close_pattern": f"(?!{start})(?:{_unnamed(ending.pattern)})"}
         return without, _load({**anchor, "fields": fields})
@@ -221,7 +209,7 @@ def required_call(
     *,
     is_parallel: bool,
 ) -> GrammarSource | None:
-    """Return the calls that a request requires, in the model's form, or None; raise RequestError if it cannot."""
+    """Return the grammar of the calls that a request requires, or None; raise RequestError if it cannot be followed."""
     if choice in (None, "none"):
         return None
     if tools is None or (not tools and choice != "auto"):
@@ -241,7 +229,6 @@ def required_call(
 
 @cache
 def _json_template() -> "ResponseTemplate":
-    """Return the template of calls as JSON, of which transformers makes values of their tools' types."""
     return _load({"start_anchor": "=", "fields": {CALLS: {"open": "=", "content": "json"}}})
 
 
@@ -256,17 +243,15 @@ def _load(template: dict[str, Any]) -> "ResponseTemplate":
 
 
 def _bounded(pattern: str) -> str:
-    """Return a pattern whose repeats of a character or class have a largest number."""
-
     def bound(match: re.Match[str]) -> str:
-        most = MAX_BLANKS if match[1] == r"\s" else MAX_NAME
-        return f"{match[1]}{{{+(match[2] == '+')},{most}}}"
+        limit = MAX_BLANKS if match[1] == r"\s" else MAX_NAME
+        return f"{match[1]}{{{+(match[2] == '+')},{limit}}}"
 
     return _LOOK_BEHIND.sub(_spelled_out, _REPEAT.sub(bound, pattern))
 
 
 def _spelled_out(look_behind: re.Match[str]) -> str:
-    """Return a look-behind as one of each length: of others, a partial match can begin where a text begins."""
+    """Return a look-behind as alternatives of fixed length: else a partial match may begin where a text begins."""
     ways = "|".join(rf"(?<={look_behind[1]}\s{{{blanks}}})" for blanks in range(1, MAX_BLANKS + 1))
     return rf"(?<!\s{{{MAX_BLANKS + 1}}})(?:(?<={look_behind[1]})|{ways})"
 

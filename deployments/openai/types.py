@@ -2,8 +2,7 @@
 
 In a request, null means a field's default, also for unknown fields; any other unknown field is refused by name. Types
 are strict, as at OpenAI: a number in quotes is an error, but 4.0 is an integer, as in JSON Schema. The first wrong
-item of a list ends its validation. Limits of a single field are in its type. `IGNORED` are the fields that clients send
-and that change nothing, whatever they hold; those in `NEUTRAL` only with that value.
+item of a list ends its validation. Limits of a single field are in its type.
 
 In a response, fields without a default are always sent, null or not; others only if set.
 """
@@ -90,22 +89,22 @@ IGNORED: dict[str, dict[str, str]] = {
         "thinking_blocks reasoning_details": "AssistantMessage"
     },
 }
-"""Why a field changes nothing, its name, and the classes that have it."""
+"""Fields that clients send and that change nothing: by reason, the names and the classes that have them."""
 _NOTHINGS: tuple[Any, ...] = (False, True, 1, "none", "", "disabled", ["text"], [])
 NEUTRAL = {f"only {json.dumps(value)}, which asks for nothing": value for value in _NOTHINGS}
-"""The value that a field has to have to change nothing, by its reason."""
+"""The only value with which such a field changes nothing, by its reason."""
 MAX_KEYS = 1024
-"""Keys of one object: each unknown one is an error, which takes 10 microseconds."""
+"""Most keys of an object: each unknown key is an error, which takes 10 microseconds."""
 
 
 def _check_finite(value: Any) -> Any:
-    """Refuse NaN and infinity, which the parser accepts so that errors can name the field."""
+    """Refuse NaN and infinity here, not in the parser, so that the error can name the field."""
     json.dumps(value, allow_nan=False)
     return value
 
 
 class WholeNumber:
-    """An annotation of `int`, after the bounds: 4.0 is accepted, too, without a call of Python."""
+    """An annotation of `int`, after the bounds, that accepts 4.0 without a call of Python."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         integer = handler(source)
@@ -145,7 +144,6 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
 StopString = Annotated[str, Field(min_length=1, max_length=64)]
 NumAlternatives = Annotated[int, Field(ge=0, le=20), WHOLE]
-"""How many of the most likely tokens to list with their log probabilities."""
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
 
@@ -166,7 +164,6 @@ def _document_extras(schema: dict[str, Any], cls: type[BaseModel]) -> None:
 
 
 def _stop_at_first_error(schema: Any) -> None:
-    """Make every list in a schema end its validation at the first wrong item."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
@@ -185,7 +182,6 @@ class RequestModel(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return pydantic's schema, with the first wrong item of a list as its only error."""
         schema = handler(source)
         _stop_at_first_error(schema)
         return schema

@@ -25,7 +25,7 @@ class Usage(ResponseModel):
     total_tokens: int
     prompt_tokens_details: dict[Literal["cached_tokens"], int]
     completion_tokens_details: PredictionCounts | None = None
-    """Predicted tokens that were drafted and accepted, and those that the choices lack; with a prediction only."""
+    """Predicted tokens that were accepted as drafts, and predicted tokens that no choice has."""
 
 
 class SpeculationMetrics(ResponseModel):
@@ -50,7 +50,7 @@ class RequestMetrics(ResponseModel):
 
 
 class Round(ResponseModel):
-    """One round: the text of its tokens, of which the first `accepted` were draft tokens, and that of the draft.
+    """One round: the texts of its tokens, of which the first `accepted` were draft tokens, and of the whole draft.
 
     The last token is `recovered` (the draft differed), `bonus` (the whole draft was accepted), `plain` (there was no
     draft) or itself `accepted` (the text ended inside the draft). `parents` are the draft's, if it is a tree.
@@ -77,11 +77,10 @@ class Choice:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     num_drafted: list[int] = field(default_factory=list)
-    """Draft tokens of each round that had any."""
+    """Draft tokens of each round that had any; `num_accepted` likewise."""
     num_accepted: list[int] = field(default_factory=list)
-    """How many of them were accepted."""
     traces: list[RoundTrace] = field(default_factory=list)
-    """Those of the rounds that were not written yet, if rounds are traced."""
+    """Rounds that were not written yet, if rounds are traced."""
     num_predicted: int = 0
     """Accepted draft tokens that the client predicted."""
 
@@ -106,7 +105,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The facts about one response that all APIs share; `fingerprint` is that of `ingress/server_info.py`."""
+    """The facts about one response that all APIs share; `ingress/server_info.py` computes `fingerprint`."""
 
     id: str
     model: str
@@ -131,7 +130,6 @@ class Writer(ABC):
     request: GenerationRequest
     choices: list[Choice] = field(init=False)
     num_events: int = field(default=0, init=False)
-    """Events sent so far."""
 
     def __post_init__(self) -> None:
         prompts = self.reply.prompts
@@ -154,7 +152,7 @@ class Writer(ABC):
         """Return the body of a response that is not streamed."""
 
     def failed(self, body: dict[str, Any]) -> str:
-        """Return the event of an error after the first byte, from the body that it would have had before."""
+        """Return the event of an error after the first byte; before it, `body` would be the response."""
         return event(body)
 
     @property
@@ -229,24 +227,23 @@ class Writer(ABC):
         return {"usage": self.usage() if options.continuous_usage_stats else None}
 
     def _metrics(self, *, is_detailed: bool) -> RequestMetrics:
-        """Return one choice's acceptance in vLLM's format; null for several choices, as vLLM does."""
-        if len(self.choices) != 1:
+        if len(self.choices) != 1:  # as in vLLM
             return RequestMetrics(speculative_decoding=None)
         drafted, accepted = self.choices[0].num_drafted, self.choices[0].num_accepted
-        steps, most = len(drafted), max([self.reply.num_speculative_tokens, *drafted])
+        steps, longest = len(drafted), max([self.reply.num_speculative_tokens, *drafted])
         rounds = Counter(zip(drafted, accepted, strict=True))
         details = {"per_step_accepted": accepted, "per_step_drafted": drafted} if is_detailed else {}
         metrics = SpeculationMetrics(
             mean_acceptance_length=1 + sum(accepted) / steps if steps else 1.0,
             draft_acceptance_rate=sum(accepted) / sum(drafted) if steps else 0.0,
-            acceptance_histogram=[accepted.count(count) for count in range(most + 1)],
+            acceptance_histogram=[accepted.count(count) for count in range(longest + 1)],
             acceptance_histogram_by_draft_length={
                 length: [rounds[length, count] for count in range(length + 1)] for length in sorted(set(drafted))
             },
             num_spec_steps=steps,
             num_accepted_draft_tokens=sum(accepted),
             num_draft_tokens=sum(drafted),
-            num_spec_tokens=most,
+            num_spec_tokens=longest,
             **details,
         )
         return RequestMetrics(speculative_decoding=metrics)
@@ -263,5 +260,5 @@ def _round(trace: RoundTrace, token_bytes: TokenBytes) -> Round:
 
 
 def event(body: object) -> str:
-    """Return a server-sent event with a response or the fields of one."""
+    """Return a server-sent event with a response or a response's fields."""
     return f"data: {to_json(body)}\n\n"

@@ -1,10 +1,8 @@
 """Which token ids and parameters is a request?
 
 - `parameters`: fields to sampling parameters; limits that depend on the model; truncated prompts.
-- `encoder`: text to token ids and back, on threads.
-- `conversation`: messages and tools to text, by the chat template.
-- `template_input`: what the chat template reads, found by trying; no text of a message is left out.
+- `encoder`, `tokenization`: text to token ids and back, on threads; the fields of /tokenize and /detokenize.
+- `conversation`, `template_input`: messages and tools to text, by the chat template and what it reads.
 - `message_forms`: how a model writes thoughts and tool calls (`message_forms.json`).
-- `tokenization`: the fields of /tokenize and /detokenize.
-- `grammar_compiler`: makes and tries clients' grammars, in the process `grammar_process`.
+- `grammar_compiler`, `grammar_process`: makes and tries clients' grammars, in a process.
 """

@@ -45,7 +45,7 @@ _SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}
 """Variables of chat templates that say how much, or whether, the model thinks."""
 
 Segment = tuple[str, bool]
-"""A part of a rendered template, and whether a client wrote it, so that special tokens in it are split."""
+"""A part of a rendered template, and whether a client wrote the part, so that its special tokens are split."""
 
 
 class ChatTemplate:
@@ -91,7 +91,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template fails with this request: {str(error)[:200]}", field) from None
 
     def call_of(self, tokenizer: Any) -> tuple[str, str] | None:
-        """Return a prompt with a tool, and a call as the template writes it after that; None if it writes neither."""
+        """Return a prompt that offers a tool, and a call as the template writes it; None if it does not write both."""
         template = template_of(tokenizer, has_tools=True)
         reads = self._reads[template]
         render, tools = partial(_render, tokenizer, template), reads.tools([PROBE_TOOL])
@@ -123,7 +123,6 @@ class ChatTemplate:
         return entry
 
     def _harmless(self, tokenizer: Any, text: str, stand_ins: dict[str, str]) -> str:
-        """Return a message's text, or a stand-in if it contains a special token."""
         if not self._holds_special_token(tokenizer, text):
             return text
         # Letters and digits only: no template or normalizer changes them. Random: no client can guess it.
@@ -153,8 +152,8 @@ def template_of(tokenizer: "PreTrainedTokenizerFast", *, has_tools: bool) -> str
 
 
 def answer_in(prompt: str, whole: str, ends: Sequence[str]) -> tuple[str, str]:
-    """Return what a rendered conversation has in common with the prompt of its last answer, and the answer."""
-    # What they have in common may end inside a tag.
+    """Split a rendered conversation into the beginning that it shares with `prompt`, and the answer without `ends`."""
+    # The shared beginning may end inside a tag.
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
     start = len(re.sub(r"[<\[][^<>\[\]]*\Z", "", "".join(letter for letter, _ in same)))
     answer = whole[start:].rstrip()
@@ -171,7 +170,7 @@ def _render(
 
 
 def _special_tokens(tokenizer: "PreTrainedTokenizerFast") -> re.Pattern[str] | None:
-    """Return an expression that finds special tokens; None if texts are normalized first, which would hide some."""
+    """Return a pattern of all special tokens; None if texts are normalized first, which would hide some."""
     tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
     if any(token.normalized for token in tokens) and tokenizer.backend_tokenizer.normalizer is not None:
         return None
@@ -179,7 +178,7 @@ def _special_tokens(tokenizer: "PreTrainedTokenizerFast") -> re.Pattern[str] | N
 
 
 def _effort(template: str, effort: ReasoningEffort | None) -> dict[str, Any]:
-    """Return the variables that tell the chat template an effort; raise RequestError if it reads none of them."""
+    """Return the variables of an effort; raise RequestError if the chat template reads no such variable."""
     if effort is None:
         return {}
     switches = _switches_of(template)
@@ -205,7 +204,6 @@ def _segments(rendered: str, stand_ins: dict[str, str]) -> list[Segment]:
 
 
 def _past_call(call: PastCall) -> dict[str, Any]:
-    """Return a call, with its arguments as the client's text and as an object if possible."""
     text = call.function.arguments
     check_size(text.encode(), f"the arguments of call {call.id[:100]!r}", "messages")
     function = {"name": call.function.name, "arguments": past_arguments(text), "text": text or "{}"}
@@ -213,7 +211,7 @@ def _past_call(call: PastCall) -> dict[str, Any]:
 
 
 def past_arguments(text: str) -> dict[str, Any] | str:
-    """Return an earlier call's arguments, whole or cut, as an object; what is no JSON object stays text."""
+    """Return an earlier call's arguments, whole or cut, as an object; text that is not a JSON object stays text."""
     try:
         arguments = from_json(text or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
     except ValueError:

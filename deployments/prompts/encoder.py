@@ -1,9 +1,8 @@
 """PromptEncoder: text and conversations to token ids, and back.
 
 A client's text is always encoded with special tokens split: `</s>` in a prompt is four characters, not the end.
-
-Short and long texts have a thread each. The tokenizer releases the GIL while it works: a prompt of 1 MiB takes 1 to
-2 s; meanwhile a short text takes at most 40 ms and the event loop pauses for at most 60 ms (two cores).
+Short and long texts have a thread each: while a prompt of 1 MiB takes 1 to 2 s, a short text takes at most 40 ms and
+the event loop pauses for at most 60 ms (two cores).
 """
 
 import asyncio
@@ -27,18 +26,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LONG_CHARS = 16 * 2**10
-"""Longer texts take more than about ten milliseconds."""
 LONG_IDS = 2**12
-"""Longer lists take more than a few milliseconds."""
 MANY_MESSAGES = 64
-"""A longer conversation counts as a long text, because rendering it takes a millisecond or more."""
+"""Longer texts, lists of ids and conversations take some 1 to 10 milliseconds, on the thread of long texts."""
 
 T = TypeVar("T")
 ConversationBody = ChatCompletionRequest | TokenizeRequest
 
 
 class PromptEncoder:
-    """Owns the tokenizer of one Ingress. Texts are tokenized on threads, while the event loop streams."""
+    """Owns the tokenizer of one Ingress."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer: Any = tokenizer
@@ -51,7 +48,7 @@ class PromptEncoder:
         self.token_bytes = TokenBytes.of(tokenizer)
 
     async def encode(self, text: str, max_model_len: int, *, adds_special_tokens: bool = True) -> list[int]:
-        """Return a prompt's token ids; of no text, the token that begins or ends documents, or RequestError."""
+        """Return a prompt's ids; an empty prompt becomes the token that begins or ends documents, else RequestError."""
         self._check_length(len(text), max_model_len, "prompt")
         is_long = len(text) > LONG_CHARS
         ids = await self._run(_encode_prompt, text, adds_special_tokens, is_long=is_long)
@@ -62,13 +59,13 @@ class PromptEncoder:
         return ids or [beginning]
 
     async def encode_prediction(self, prediction: Prediction | None, max_model_len: int) -> list[int]:
-        """Return the token ids of the text that a client predicts, none without a prediction; errors as of `encode`."""
+        """Return the token ids of the text that a client predicts, if any; raise PromptTooLongError."""
         text = text_of(None if prediction is None else prediction.content)
         self._check_length(len(text), max_model_len, "prediction")
         return await self._run(_encode_prompt, text, False, is_long=len(text) > LONG_CHARS) if text else []
 
     async def encode_chat(self, request: ConversationBody, max_model_len: int) -> list[int]:
-        """Return a conversation's token ids, up to where the answer starts; raise RequestError if it has none."""
+        """Return a conversation's token ids, up to where the answer starts; raise RequestError if it is refused."""
         variables, messages = request.template_variables(), request.messages or []
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
@@ -85,10 +82,10 @@ class PromptEncoder:
         return await self._run(_encode_chat, self._template, request, is_long=is_long)
 
     async def answer_begun(self, request: ConversationBody, prompt: Sequence[int]) -> str:
-        """Return the end of a conversation's prompt, with all of the answer that it holds already."""
+        """Return the end of a conversation's prompt, which holds all that the prompt has of the answer."""
         if request.continue_final_message:
             return await self.decode_tokens(prompt)
-        # What begins an answer has fewer tokens.
+        # The beginning of an answer has fewer tokens.
         return "" if request.add_generation_prompt is False else await self.decode_tokens(prompt[-64:])
 
     async def decode_tokens(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -100,7 +97,7 @@ class PromptEncoder:
         return await self._run(lambda _: self.token_bytes.texts(token_ids), is_long=len(token_ids) > LONG_IDS)
 
     async def _run(self, function: Callable[..., T], *args: Any, is_long: bool) -> T:
-        """Call `function` with a thread's tokenizer; if cancelled before its turn, it is not called."""
+        """Call `function` with a thread's tokenizer, unless cancelled before its turn."""
         tokenizer, thread = self._long if is_long else self._short
         return await asyncio.get_running_loop().run_in_executor(thread, function, tokenizer, *args)
 

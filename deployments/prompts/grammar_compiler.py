@@ -25,22 +25,19 @@ from engine.sampling.grammar_text import salted
 logger = logging.getLogger("ray.serve")
 
 NUM_AT_ONCE = 32
-"""Threads that wait for a grammar to be compiled."""
 MAX_GRAMMAR_CHARS = 2**16
 """Characters of a JSON schema, a regular expression, a grammar, or all choices together: more than any real schema."""
 TIMEOUT_S = 0.5
-"""Seconds of processor time for compiling a grammar; its first use holds up all streams of a Router as long."""
+"""Seconds of processor time for compiling a grammar: its first use stops all streams of a Router as long."""
 
 _START_S = 60.0
-"""Python's start, and the table of a large vocabulary."""
-_ANSWER_S = 60.0
-"""More than processor time alone: others may need the cores."""
+_ANSWER_S = 60.0  # more than TIMEOUT_S, because other processes may need the cores
 _NUM_REMEMBERED = 256
 _PROCESS = Path(__file__).with_name("grammar_process.py")
 
 
 class GrammarCompiler:
-    """Makes and compiles grammars on threads of its own, and in one process, which forks for each grammar."""
+    """Makes grammars on threads, and compiles them in a process that forks for each grammar."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -51,7 +48,7 @@ class GrammarCompiler:
         self._check_once = lru_cache(_NUM_REMEMBERED)(self._check)
 
     async def compile(self, source: GrammarSource, salt: str | None = None) -> str:
-        """Return a source's grammar, compiled for each salt; raise RequestError, or CapacityError without a process."""
+        """Return a source's grammar, compiled for each salt; raise RequestError, or CapacityError without an answer."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, source, salt)
 
     def _compile(self, source: GrammarSource, salt: str | None) -> str:
@@ -97,8 +94,6 @@ class GrammarCompiler:
 
 
 class _Process:
-    """`grammar_process.py`, which gets a new socket for each question."""
-
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -117,7 +112,7 @@ class _Process:
             return False
 
     def ask(self, question: object, timeout_s: float) -> str | None:
-        """Return the answer; None if its process was stopped; raise CapacityError if there is none in time."""
+        """Return the answer; None if its process was stopped; raise CapacityError without an answer in time."""
         connection, theirs = socket.socketpair()
         with connection:
             connection.settimeout(timeout_s)

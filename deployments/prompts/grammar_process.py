@@ -1,9 +1,8 @@
 """The process of a GrammarCompiler: reads the vocabulary's table, then forks for each grammar; answers with its error.
 
-Its standard input is a Unix socket that passes connections: the first asks for the table, each other one for a grammar.
-A child inherits the table, starts within a millisecond, and is ended alone if its grammar takes too long.
-
-It is run as a file, so that it imports llguidance and nothing of this project.
+Its standard input is a Unix socket that passes connections: the first brings the table, each later connection a
+grammar. A child inherits the table, and is ended alone if its grammar takes too long. The process runs as a file, so
+that it imports nothing of this project.
 """
 
 import json
@@ -15,7 +14,6 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 NICENESS = 5
-"""Streams come first."""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """How a model writes messages: `form_of` chooses a response template for its chat template.
 
-A tokenizer can bring a template (`response_template`). For others, `message_forms.json` has ways to write thoughts,
-found by their marks in the chat template, and calls: the first way that reads a call which the chat template wrote.
+A tokenizer can bring a template (`response_template`). For other tokenizers, `message_forms.json` lists ways to write
+thoughts, found by their marks in the chat template, and calls, found by reading a call that the chat template wrote.
 """
 
 import json
@@ -20,11 +20,11 @@ from deployments.prompts.template_input import PROBE_ARGUMENTS, PROBE_TOOL
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+logger = logging.getLogger("ray.serve")  # the only logger that Serve shows
 
 
 def form_of(tokenizer: "PreTrainedTokenizerFast") -> MessageForm | None:
-    """Return how a model writes messages; None if that is unknown, so that all its text is content."""
+    """Return how a model writes messages; None if unknown, so that all text is content."""
     if not tokenizer.chat_template:
         return None
     chat_template = template_of(tokenizer, has_tools=True)
@@ -50,12 +50,11 @@ def _reads(form: MessageForm, prompt: str, answer: str) -> bool:
 def _form(
     tokenizer: "PreTrainedTokenizerFast", thoughts: dict[str, Any], calls: dict[str, Any], *, takes_tools: bool
 ) -> MessageForm | None:
-    """Return the form of a tokenizer's own template or, without one, of these thoughts and calls."""
-    own = _own_template(tokenizer)
+    own_template = _own_template(tokenizer)
     known = _known()
     call_field = known["call_field"] | calls["field"] if calls else None
     known_fields = {"reasoning_content": thoughts.get("field"), CALLS: call_field}
-    template = own or {"start_anchor_pattern": known["start_anchor_pattern"], "fields": known_fields}
+    template = own_template or {"start_anchor_pattern": known["start_anchor_pattern"], "fields": known_fields}
     fields: dict[str, Any] = {
         name: field for name, field in template["fields"].items() if field and (takes_tools or name != CALLS)
     }
@@ -64,9 +63,9 @@ def _form(
     dropped = "|".join(way["dropped"] for way in (thoughts, calls) if "dropped" in way)
     text = json.dumps([fields, dropped], ensure_ascii=False).replace("\\", "")
     marks = {id: token for id, token in tokenizer.added_tokens_decoder.items() if token.content in text}
-    if own and calls and calls["field"].get("open", "\0") not in text:
+    if own_template and calls and calls["field"].get("open", "\0") not in text:
         return None  # the template reads calls of another form
-    if not own:
+    if not own_template:
         dropped = dropped or "|".join(re.escape(token.content) for token in marks.values() if token.special)
         fields["content"] = {"content": "text", **({"close_pattern": dropped} if dropped else {})}
     field: dict[str, Any] = next((fields[name] for name in THOUGHTS if name in fields), {})

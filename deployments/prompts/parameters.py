@@ -1,7 +1,7 @@
 """From a request's fields to SamplingParams, within the operator's limits and the model's context.
 
-Limits of one field are in its type (`deployments/openai`), a body's in `guard/body.py`; those that depend on the model,
-on settings or on several fields are here.
+Limits that depend on the model, on settings or on several fields are here. Limits of a single field are in its type
+(`deployments/openai`), limits of a body in `guard/body.py`.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,9 @@ from deployments.wire import ModelLimits
 from engine.errors import PromptTooLongError, RequestError
 from engine.params import SamplingParams
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's."""
+DEFAULT_COMPLETION_TOKENS = 16  # as at OpenAI
 MAX_PROMPT_LOGPROBS = 2**19
-"""Log probabilities of the tokens of prompts and their alternatives, in one answer: they take some 100 MB."""
+"""Most log probabilities of prompts and alternatives in an answer: they take some 100 MB."""
 SAME_IN_BOTH = ({setting.name for setting in fields(SamplingParams)} & GenerationRequest.model_fields.keys()) - {
     "top_k",
     "logit_bias",
@@ -26,7 +25,7 @@ SAME_IN_BOTH = ({setting.name for setting in fields(SamplingParams)} & Generatio
     "max_tokens",
     "prompt_logprobs",
 }
-"""The parameters that are request fields of the same name and meaning, with the same default."""
+"""Parameters with the same name, meaning and default as a request field."""
 
 T = TypeVar("T")
 Request = CompletionRequest | ChatCompletionRequest
@@ -63,7 +62,7 @@ def sampling_params(request: Request, model: ModelLimits, *, max_n: int) -> Samp
 def fit(
     params: SamplingParams, request: Request, prompts: list[list[int]], model: ModelLimits
 ) -> tuple[list[list[int]], SamplingParams]:
-    """Return prompts, truncated if requested, and parameters that fit the context; raise RequestError if none do."""
+    """Return prompts, truncated if requested, and parameters that fit the context; raise RequestError if none fit."""
     is_chat = isinstance(request, ChatCompletionRequest)
     field = "messages" if is_chat else "prompt"
     max_tokens, name = _max_tokens_of(request)
@@ -92,7 +91,7 @@ def fit(
         count = sum(map(len, prompts)) * params.n * (params.prompt_logprobs + 1)
         if count > (limit := MAX_PROMPT_LOGPROBS):
             raise RequestError(f"{field} would have {count:,} log probabilities, at most {limit:,} are allowed", field)
-    # Scoring a prompt takes a pass that generates one token; the Answer hides it.
+    # Scoring a prompt generates one token, which the Answer hides.
     return prompts, replace(params, max_tokens=max(1, max_tokens))
 
 
@@ -113,7 +112,7 @@ def _truncated(prompts: list[list[int]], length: int, room: int, side: str | Non
         raise RequestError(f"{field} is {length:,}, with the text to come there is room for {room:,}", field)
     kept = room if length == -1 else length
     if kept < 1:
-        return prompts  # refused for the number of tokens that the client wants
+        return prompts  # `fit` refuses the number of tokens that the client wants
     return [prompt[:kept] if side == "right" else prompt[-kept:] for prompt in prompts]
 
 

@@ -1,7 +1,6 @@
 """What a chat template reads, found once for each template by rendering probes: templates do not declare it.
 
-Marks around the texts of a conversation show what a template leaves out. `input_of` finds the first form of messages in
-which a template shows all of a probe; `arrange` finds the first arrangement in which it shows all of a conversation.
+Marks around the texts of a conversation show what a template leaves out.
 """
 
 import hashlib
@@ -21,8 +20,7 @@ FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeEr
 """Raised by templates that refuse messages (TemplateError), or expect other variables or messages."""
 
 Entry = dict[str, Any]
-"""A message, call or tool. Before a message is in a template's form, its content is text; the function of a call has
-the client's arguments as `text`, beside the object."""
+"""A message, call or tool. Until `TemplateInput.messages`, calls have arguments as an object and as `text`."""
 Render = Callable[[list[Entry], list[Entry] | None], str]
 """Renders messages and tools with one template; raises FAILURES."""
 CallIds = Literal["client", "nine", "functions"]
@@ -42,11 +40,11 @@ class TemplateInput:
     """The form in which one chat template reads messages and tools.
 
     Attributes:
-        part_roles: the roles whose content is a list of parts; the content of other roles is text.
-        text_arguments: whether the arguments of calls are JSON text; otherwise they are an object.
-        call_ids: the client's ids, nine letters or digits (Mistral), or `functions.NAME:N` (Kimi) in their order.
+        part_roles: the roles whose content is a list of parts instead of text.
+        text_arguments: whether the arguments of calls are JSON text instead of an object.
+        call_ids: the client's ids, nine letters or digits (Mistral), or `functions.NAME:N` (Kimi), counted.
         tool_defaults: the fields that each function must have.
-        lists_tools: whether no tools are an empty list; otherwise they are null.
+        lists_tools: whether no tools are an empty list instead of null.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -134,7 +132,6 @@ class Marks:
         return f"{first}{text}{last}"
 
     def _call(self, call: Entry, name: str) -> Entry:
-        """Return a call with marks; its arguments become one short entry, or are text between marks."""
         text = self._around("", f"the arguments of {name}")
         is_object = isinstance(call["function"]["arguments"], dict)
         arguments, text = ({text: text}, json.dumps({text: text})) if is_object else (text, text)
@@ -143,7 +140,7 @@ class Marks:
 
 
 def input_of(render: Render) -> TemplateInput:
-    """Return what a template reads; `render` renders with it."""
+    """Return the first form of messages in which a template shows all of the probes."""
 
     def first(candidates: Sequence[TemplateInput], entries: Sequence[Entry], tools: Sequence[Entry]) -> TemplateInput:
         return next((reads for reads in candidates if _shows(reads, render, entries, tools)), candidates[0])
@@ -162,7 +159,7 @@ def input_of(render: Render) -> TemplateInput:
 
 
 def _shows(reads: TemplateInput, render: Render, entries: Sequence[Entry], tools: Sequence[Entry]) -> bool:
-    """Return whether a template shows all of a conversation in this form, with the arguments of its calls as JSON."""
+    """Return whether a template shows all of a conversation in this form, and arguments of calls as JSON."""
     marks = Marks()
     messages = reads.messages(marks.messages(entries))
     try:
@@ -174,7 +171,7 @@ def _shows(reads: TemplateInput, render: Render, entries: Sequence[Entry], tools
         return False  # the list itself is shown
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         arguments, name = call["function"]["arguments"], call["function"]["name"]
-        # As Python writes an object, it is no JSON. Text must come as it is, not as a string in JSON.
+        # An object in Python's notation is not JSON. Text must be shown as it is, not as a string in JSON.
         if (str(arguments) in rendered) != reads.text_arguments:
             return False
         # A template that writes Kimi's ids itself needs them in results.
@@ -195,12 +192,12 @@ def arrange(reads: TemplateInput, render: Render, entries: Sequence[Entry], tool
             refusals.append(error)
         else:
             return arranged
-    render(reads.messages(entries), reads.tools(tools))  # what a template says of its own is said without marks
+    render(reads.messages(entries), reads.tools(tools))  # raises the template's own error, without marks
     raise refusals[0]
 
 
 def _arrangements(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    """Yield messages as they came, then in arrangements that more templates take."""
+    """Yield messages as they came, then in arrangements that more templates accept."""
     places = [_system_in_place, _system_first, _system_in_user] if any(map(_is_system, entries)) else []
     has_calls = any("tool_calls" in entry for entry in entries)
     for arranged in [entries, _one_call_each(entries)] if has_calls else [entries]:
@@ -214,7 +211,7 @@ def _is_system(entry: Entry) -> bool:
 
 
 def _system_in_place(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Join the system messages at the beginning; a later one becomes a user's message, where it is."""
+    """Join the system messages at the beginning; each later system message becomes a user's message."""
     later = [*itertools.dropwhile(_is_system, entries)]
     system = _joined(entries[: len(entries) - len(later)])
     return [*system, *({**entry, "role": "user"} if _is_system(entry) else entry for entry in later)]
@@ -225,11 +222,11 @@ def _system_first(entries: Sequence[Entry]) -> Sequence[Entry]:
 
 
 def _system_in_user(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Begin the first user's message with all system messages; templates without a system role are used so."""
-    system, *others = _system_first(entries)
-    start = next((i for i, entry in enumerate(others) if entry["role"] == "user"), 0)
-    end = start + 1 if others and others[start]["role"] == "user" else start
-    return [*others[:start], *_joined([{**system, "role": "user"}, *others[start:end]]), *others[end:]]
+    """Begin the first user's message with all system messages, for templates without a system role."""
+    system, *messages = _system_first(entries)
+    start = next((i for i, entry in enumerate(messages) if entry["role"] == "user"), 0)
+    end = start + 1 if messages and messages[start]["role"] == "user" else start
+    return [*messages[:start], *_joined([{**system, "role": "user"}, *messages[start:end]]), *messages[end:]]
 
 
 def _joined(entries: Sequence[Entry]) -> list[Entry]:
@@ -237,7 +234,7 @@ def _joined(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _one_call_each(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """Give the text of an answer and each of its calls a message; the results of a call follow it."""
+    """Split each answer into a message of text and a message per call, which the results of that call follow."""
     groups: list[list[Entry]] = []
     called: dict[str, list[Entry]] = {}
     for entry in entries:

@@ -18,7 +18,7 @@ HELP = """/speculation on|off|N   draft tokens: as many as the server has, none,
 
 
 class ChatSession:
-    """A conversation with one server; `fields` are sampling fields, those that are None are left to the server."""
+    """A conversation with one server; sampling `fields` that are None are left to the server."""
 
     def __init__(self, url: str, api_key: str | None, **fields: Any) -> None:
         """Ask the server which model it has; raise ServerError if it cannot be reached."""
@@ -33,7 +33,7 @@ class ChatSession:
             self._console.print(LEGEND)
 
     def chat(self) -> None:
-        """Answer what is typed until `/quit` or the end of the input; raise ClickException if the input is a file."""
+        """Answer lines until `/quit` or the end of the input; errors end the chat only if the input is not typed."""
         is_typed = sys.stdin.isatty()
         if is_typed:
             import readline  # noqa: F401  # `input` edits lines with it
@@ -71,7 +71,7 @@ class ChatSession:
         self._messages = [*messages, {"role": "assistant", "content": text}]
 
     def command(self, line: str) -> None:
-        """Obey a line that starts with a slash; raise ClickException if it cannot be understood."""
+        """Obey a line that starts with a slash; raise ClickException if it is wrong."""
         name, _, value = line.partition(" ")
         try:
             match name:

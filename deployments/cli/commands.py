@@ -20,7 +20,6 @@ app = typer.Typer(
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
 )
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Of commands that have their own parsers."""
 
 Url = Annotated[str, typer.Option(help="The server's address.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="A key of the server.")]
@@ -63,7 +62,7 @@ def serve(
     # Without such a cluster, Ray binds its ports to 127.0.0.1. By default most of it listens on all interfaces, and
     # whoever reaches a replica's gRPC server can run code, because it unpickles what it receives.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # By default Ray drops most lines of a replica that are like another one's but for their numbers.
+    # By default Ray drops most lines of a replica that differ from another replica's only in numbers.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     from deployments.cli.serve import serve_here
     from deployments.cli.terminal import one_line_errors
@@ -131,7 +130,7 @@ def evaluate(context: typer.Context) -> None:
 @app.command(context_settings=_PASSED_ON)
 def load(context: typer.Context) -> None:
     """Send load to a server, and check every text."""
-    # A wheel has the load test as a package of its own, which a checkout may lack.
+    # A wheel has the load test as the package `paceline_load`, which a checkout may lack.
     package = "paceline_load" if find_spec("paceline_load") else "tests.load"
     raise typer.Exit(import_module(f"{package}.__main__").main(context.args))
 
@@ -171,11 +170,11 @@ def doctor(
 
     with _diagnosis():
         if url:
-            found = list(server_findings(Client(url, api_key)))
+            findings = list(server_findings(Client(url, api_key)))
         else:
-            found = local_findings(AppConfig.model_validate(_by_name(settings)), port)
-        show(found, as_json=as_json)
-        raise typer.Exit(int(any(finding.level == "error" for finding in found)))
+            findings = local_findings(AppConfig.model_validate(_by_name(settings)), port)
+        show(findings, as_json=as_json)
+        raise typer.Exit(int(any(finding.level == "error" for finding in findings)))
 
 
 @app.command()
@@ -231,7 +230,7 @@ def replay(
 
 
 def _diagnosis() -> AbstractContextManager[None]:
-    """Return the context of a diagnosis, whose errors exit with 2: 1 is a finding or a difference."""
+    """Make errors exit with 2: 1 is a finding or a difference."""
     from deployments.cli.terminal import one_line_errors
     from engine.errors import PacelineError
 

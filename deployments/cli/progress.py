@@ -1,4 +1,4 @@
-"""start_progress: shows on a terminal what a start is waiting for; elsewhere the processes' log lines tell it."""
+"""start_progress: shows on a terminal what a start is waiting for."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ _ANSWER_S = 5.0
 
 @contextmanager
 def start_progress(logger: logging.Logger) -> Iterator[None]:
-    """Show the progress of the block's start below the lines of a logger and of Ray."""
+    """Show the progress of a start in the block, below the lines of a logger and of Ray; only on a terminal."""
     console = make_console(stderr=True)
     if not console.is_terminal:
         yield
@@ -28,7 +28,7 @@ def start_progress(logger: logging.Logger) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
         for handler in logger.handlers:
             if type(handler) is logging.StreamHandler:
-                handler.setStream(sys.stderr)  # which `Progress` has replaced, to write lines above the bar
+                handler.setStream(sys.stderr)  # `Progress` has replaced it, to write lines above the bar
         has_ended = threading.Event()
         thread = threading.Thread(target=_follow, args=(progress, has_ended), name="progress", daemon=True)
         thread.start()
@@ -41,7 +41,7 @@ def start_progress(logger: logging.Logger) -> Iterator[None]:
 
 def _follow(progress: Progress, has_ended: threading.Event) -> None:
     task = progress.add_task("loading models", total=None)
-    with suppress(RayError, RayServeException, TimeoutError):  # the main thread says why Serve has gone
+    with suppress(RayError, RayServeException, TimeoutError):  # the main thread reports that Serve has ended
         while not has_ended.wait(_POLL_S) and not _is_running():
             pass
         if has_ended.is_set():

@@ -17,7 +17,7 @@ from engine.models.source import HUB_FILES
 
 
 def pull(name: str, draft: str | None, token: str | None) -> None:
-    """Download a target and its draft, or a head and its target, and say how to serve them; raise ClickException."""
+    """Download a target and its draft, or a head and its target, and print the command that serves them."""
     if not sys.stderr.isatty():
         disable_progress_bars()
     settings = {"target_model": name} | ({"draft_model": draft} if draft else {})
@@ -33,7 +33,6 @@ def pull(name: str, draft: str | None, token: str | None) -> None:
 
 
 def _download(name: str, token: str | None) -> Path:
-    """Download what is not there yet of one model; `name@revision` pins a revision."""
     model = PairConfig(target_model=name).target
     typer.echo(f"downloading {name}", err=True)
     try:
@@ -52,6 +51,6 @@ def _download(name: str, token: str | None) -> Path:
         ) from error
     try:
         open_model(model).weight_files  # noqa: B018 - raises if some are missing
-    except ModelError as error:  # or the hub could not be reached, and a part was there
+    except ModelError as error:  # also if the hub could not be reached and the cache had a part
         raise click.ClickException(f"{error}; only safetensors files are read") from error
     return folder

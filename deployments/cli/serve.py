@@ -1,8 +1,7 @@
 """`paceline serve` and `python -m deployments`: serve the application on this machine until SIGINT or SIGTERM.
 
-On SIGTERM, `serve run deployments:app` cuts running streams and aborts with status 134. This program lets them finish
-for `drain_timeout_s`, then ends them with an error. A second signal, more than a second later, stops at once. The
-exit status is 0, or 1 with one line that says why the application did not start.
+`serve run deployments:app` cuts running streams on SIGTERM. This program lets them finish for `drain_timeout_s`, then
+ends them with an error; a second signal stops at once. The exit status is 0, or 1 if the application did not start.
 """
 
 import logging
@@ -29,16 +28,15 @@ from deployments.ingress.draining import LAST_WORDS_S
 from deployments.local.environment import set_serve_environment
 from deployments.observe.logs import serve_logging, set_log_format
 
-logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+logger = logging.getLogger("ray.serve")  # the only logger that Serve shows
 
 _FINAL = ("engine.errors.ModelError", "engine.errors.ModelMismatchError", "engine.errors.ConfigError")
 """Errors of replicas that no retry can help."""
 _POLL_S = 0.2
 _STOP_S = 3.0
-"""How long Serve may take to tell the replicas."""
+"""Seconds that Serve may take to stop the replicas, besides their draining."""
 SAME_SIGNAL_S = 1.0
-"""Signals so close together count as one: `timeout make serve` sends one to make and one to the process group, and make
-forwards both."""
+"""Signals within this time count once: `timeout make serve` signals make and its group, and make forwards both."""
 
 
 def serve_here(settings: dict[str, str], host: str, port: int) -> None:
@@ -48,7 +46,7 @@ def serve_here(settings: dict[str, str], host: str, port: int) -> None:
         raise click.ClickException(f"cannot listen on {address.found}; {address.advice}")
     set_log_format(config.log_format)
     for finding in worst(config):
-        if finding.level == "error":  # which says what to do, or its advice does
+        if finding.level == "error":  # some say what to do, others have advice
             raise click.ClickException(finding.found + f"; {finding.advice}" * ("; " not in finding.found))
         logger.warning("%s: %s; %s", finding.subject, finding.found, finding.advice)
     application = build(config, can_grow=False)  # the cluster will be this machine
@@ -56,15 +54,15 @@ def serve_here(settings: dict[str, str], host: str, port: int) -> None:
     with group_of_children():
         # With JSON, Ray adds no prefix to workers' lines.
         log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if config.log_format == "json" else None
-        # Never a running cluster: the end deletes its applications. Serve's own commands look in this namespace. Ray's
-        # dashboard would be ten more processes, which the start waits for.
+        # Never a running cluster, because the end deletes its applications. Serve's own commands use this namespace.
+        # The start would wait for the ten processes of Ray's dashboard.
         ray.init("local", namespace="serve", include_dashboard=False, logging_config=log)
-    # After ray.init, which installs a handler of its own.
+    # After ray.init, which installs its own handler.
     exit_at = ExitAtSignal()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, exit_at)
     try:
-        # Serve's controller and proxies say little that is of use here, and most of it when the server stops.
+        # Serve's controller and proxies log little of use, and most of it when the server stops.
         quiet = {**serve_logging(config.log_format), "log_level": "WARNING"}
         serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
         with start_progress(logger):
@@ -78,17 +76,16 @@ def serve_here(settings: dict[str, str], host: str, port: int) -> None:
         try:
             _drain(config.drain_timeout_s)
         finally:
-            ray.shutdown()  # with all that is left of Serve; `serve.shutdown` would first print how it ends
+            ray.shutdown()  # ends Serve, too; `serve.shutdown` would print its progress
 
 
 @contextmanager
 def group_of_children() -> Iterator[None]:
     """Start processes in another process group than this process's.
 
-    `timeout make serve` and a shell's `kill %1` signal the whole group: Ray's processes in it would end at once and cut
-    the streams that this process waits for.
+    Signals to the whole group, by `timeout` or a shell's `kill %1`, would else end Ray's processes and cut streams.
     """
-    if os.getsid(0) == os.getpid():  # such as the first process of a container, which cannot change its group
+    if os.getsid(0) == os.getpid():  # a session leader, such as a container's first process, cannot change its group
         yield
         return
     group = os.getpgrp()
@@ -110,7 +107,7 @@ class ExitAtSignal:
         self._last_s = -SAME_SIGNAL_S
 
     def __call__(self, signal_number: int, frame: FrameType | None) -> None:
-        """Raise SystemExit, unless a signal did so a moment ago."""
+        """Raise SystemExit, unless a signal did so within `SAME_SIGNAL_S`."""
         now_s = time.monotonic()
         if now_s - self._last_s >= SAME_SIGNAL_S:
             self._last_s = now_s
@@ -118,7 +115,6 @@ class ExitAtSignal:
 
 
 def _wait_for_start() -> None:
-    """Wait until the application runs; raise click.ClickException if it fails, at once if no retry can help."""
     while (application := serve.status().applications["default"]).status != "RUNNING":
         for deployment in application.deployments.values():
             error = deployment.message.strip().rpartition("\n")[2]  # of the traceback that Serve keeps

@@ -11,7 +11,7 @@ from engine.config import PAIR_SETTINGS
 
 
 def settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the name and the field of each setting; one inside another has the names of both."""
+    """Yield the name and the field of each setting; a nested setting's name is `outer.inner`."""
     fields = PAIR_SETTINGS | {name: field for name, field in AppConfig.model_fields.items() if name != "pair"}
     for name, field in fields.items():
         if not isinstance(field.default, BaseModel):

@@ -43,7 +43,7 @@ class OriginColours:
         self._spans: deque[tuple[str, int]] = deque()  # of tokens whose text has not come
 
     def add(self, text: str, rounds: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-        """Yield the pieces of the next text, each with its style; `rounds` are those of its chunk."""
+        """Yield the pieces of the next text, each with its style; `rounds` came in the same chunk."""
         for entry in rounds:
             for nth, token in enumerate(entry["texts"]):
                 origin = "accepted" if nth < entry["accepted"] else entry["last"]

@@ -13,12 +13,12 @@ from rich.table import Table
 from deployments.diagnosis.http_client import VISIBLE
 
 LEVELS = {"error": "red", "warning": "yellow", "ok": "green"}
-"""The worst first, with their colours."""
+"""Levels, worst first, and their colours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found about a subject; `advice` is what to do, empty if nothing is."""
+    """What was found about a subject; `advice` says what to do, empty if nothing."""
 
     level: Literal["error", "warning", "ok"]
     subject: str
@@ -37,10 +37,11 @@ def show(findings: Sequence[Finding], *, as_json: bool) -> None:
         typer.echo(json.dumps(list(map(asdict, findings)), indent=2))
     elif (console := Console()).is_terminal:
         table = Table("", "subject", "found", "what to do")
-        for one in findings:
-            texts = [escape(text.translate(VISIBLE)) for text in (one.subject, one.found, one.advice)]
-            table.add_row(f"[{LEVELS[one.level]}]{one.level}[/]", *texts)
+        for finding in findings:
+            texts = [escape(text.translate(VISIBLE)) for text in (finding.subject, finding.found, finding.advice)]
+            table.add_row(f"[{LEVELS[finding.level]}]{finding.level}[/]", *texts)
         console.print(table)
     else:
-        for one in findings:
-            typer.echo(f"{one.level}: {one.subject}: {one.found}" + (f"; {one.advice}" if one.advice else ""))
+        for finding in findings:
+            advice = f"; {finding.advice}" if finding.advice else ""
+            typer.echo(f"{finding.level}: {finding.subject}: {finding.found}{advice}")

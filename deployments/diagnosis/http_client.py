@@ -12,13 +12,13 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses of a client that continues lost streams; after an event there are as many tries again."""
+"""Pauses before tries to continue a lost stream; each event allows all tries again."""
 _PASSING = {0, 429, 502, 503, 504}
-"""Statuses that a later try may not have; 0 is a lost connection."""
+"""Statuses after which a later try may succeed; 0 is a lost connection."""
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
     range(0x7F, 0xA0), "\ufffd"
 )
-"""Signs in place of control characters, with which a text could command a terminal."""
+"""Replacements of control characters, because a text must not command a terminal."""
 
 
 class ServerError(click.ClickException):
@@ -30,7 +30,7 @@ class ServerError(click.ClickException):
 
 
 class Client:
-    """The connections to one server, which threads may share. Its methods raise ServerError; the first key is sent."""
+    """The connections to a server; shared by threads; methods raise ServerError. Of several keys, the first is sent."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Client:
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
 
     def get(self, path: str, *accepted: int) -> Any:
-        """Return the JSON of a route, also of an answer with one of the `accepted` statuses."""
+        """Return the JSON of a route, also of an error whose status is `accepted`."""
         return self._send("GET", path, accepted=accepted).json()
 
     def post(self, path: str, body: object) -> Any:
@@ -54,7 +54,7 @@ class Client:
         return self._send("POST", path, body).json()
 
     def stream(self, path: str, body: object) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream; after a lost connection, the same request gets the rest of them."""
+        """Yield the events of a stream; after a lost connection, the same request gets the remaining events."""
         last_id, pauses = "", iter(self._pauses_s)
         while True:
             headers = {"Last-Event-ID": last_id} if last_id else {}
@@ -112,15 +112,15 @@ class Metrics(tuple[Any, ...]):
         return dict(sums)
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric; 0 if there is none."""
+        """Return the sum of a metric; 0 if it has no sample."""
         return self.by(name).get((), 0.0)
 
 
 def events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield the id and data of each server-sent event; lines end at LF or CR LF only, as JSON may hold other ends."""
-    rest, event_id, data = b"", "", ""
+    """Yield the id and data of each server-sent event; only LF ends a line, because JSON may hold other line ends."""
+    unfinished, event_id, data = b"", "", ""
     for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+        *lines, unfinished = (unfinished + piece).split(b"\n")
         for line in lines:
             name, _, value = line.removesuffix(b"\r").decode().partition(":")
             if name == "data":

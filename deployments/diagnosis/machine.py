@@ -16,14 +16,13 @@ from deployments.diagnosis.finding import Finding, judged
 
 _CPUINFO = Path("/proc/cpuinfo")
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
-"""Instructions that passes on CPUs gain from."""
 _MIN_FREE_BYTES = 2 * 2**30
 _MAX_DISK_USAGE = 0.95
-"""Ray stores nothing more on a disk that is fuller."""
+"""Ray stores nothing on a fuller disk."""
 
 
 def machine_findings(config: AppConfig) -> Iterator[Finding]:
-    """Check what can be checked within a fraction of a second, without torch."""
+    """Check what takes a fraction of a second and no torch."""
     resources, memory = this_machine()[0], psutil.virtual_memory()
     yield _cpu(int(resources["CPU"]))
     advice = "end other programs: Ray alone takes 1 to 2 GiB" if memory.available < _MIN_FREE_BYTES else ""
@@ -40,7 +39,7 @@ def machine_findings(config: AppConfig) -> Iterator[Finding]:
 
 
 def port_finding(port: int, host: str = "127.0.0.1") -> Finding:
-    """Check that the API's address is one of this machine, and its port is free."""
+    """Check that this machine has the API's address, and that its port is free."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -62,12 +61,12 @@ def gpu_finding() -> Finding:
         return Finding("error", "GPUs", found, "install a torch that is built for the driver's version of CUDA")
     properties = map(torch.cuda.get_device_properties, devices)
     return Finding(
-        "ok", "GPUs", ", ".join(f"{one.name}, {size_text(one.total_memory)}" for one in properties) or "none"
+        "ok", "GPUs", ", ".join(f"{gpu.name}, {size_text(gpu.total_memory)}" for gpu in properties) or "none"
     )
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a number of bytes in GiB, or in MiB if it is less than one."""
+    """Return a number of bytes in GiB, or in MiB below 1 GiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 

@@ -26,23 +26,26 @@ DRAFTS: Mapping[str, str] = {
     r"SmolLM2-1\.7B(-Instruct)?": "HuggingFaceTB/SmolLM2-135M",
     r"flan-t5-(?:large|xl|xxl)()": "google/flan-t5-small",
 }
-"""Drafts by a pattern of their targets' names; what the group matches ends the draft's name, too."""
+"""Drafts by a pattern of their targets' names; the text of the group is also the end of the draft's name."""
 
 
 def known_draft(target: str) -> str | None:
-    """Return the hub name of a draft with a target's tokenizer, by the target's name; None if none is known."""
+    """Return the hub name of a draft that has the target's tokenizer; None if no draft is known."""
     name = target.rstrip("/").rpartition("/")[2]
     matches = ((re.match(pattern, name), draft) for pattern, draft in DRAFTS.items())
     return next((draft + (match[1] or "") for match, draft in matches if match), None)
 
 
 def path_findings(config: AppConfig) -> Iterator[Finding]:
-    """Check without torch that the models' files are there, and that a draft is used where one is known."""
+    """Check without torch that the models' files are there, and that a known draft is used."""
     pair, group = config.pair, group_config(config)
     target_model = group.target.path if pair.target_model == "auto" else pair.target_model
     known = known_draft(target_model)
     draft = known if pair.draft_model in ("auto", "none") else pair.draft_model
-    is_named = pair.target_model != "auto" or pair.draft_model in ("auto", "none")  # else a head may name its target
+    is_named = pair.target_model != "auto" or pair.draft_model in (
+        "auto",
+        "none",
+    )  # else draft_model may be a head that names its target
     names = target_model + f" --draft {draft}" * bool(draft) if is_named else pair.draft_model
     pull = f"`paceline pull {names}` downloads what is missing"
     for role, model in _models(group).items():
@@ -61,26 +64,30 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
 
     group = group_config(config)
     engine, size = group.engine, group.tensor_parallel_size
-    target, *others = map(open_model, _models(group).values())
-    if group.target.head is not None:  # which is surveyed with the target, and has its tokens
-        others = []
+    target, *drafts = map(open_model, _models(group).values())
+    if group.target.head is not None:  # a head is surveyed with its target, and has its tokens
+        drafts = []
     try:
-        check_kinds(target, others[0] if others else None, group.method)
+        check_kinds(target, drafts[0] if drafts else None, group.method)
         target.check_length(engine.max_model_len)
-        shared_ids = [shared_tokens(target, draft) for draft in others]
+        shared_ids = [shared_tokens(target, draft) for draft in drafts]
         has_one_gpu = shares_gpu(group, placement_bundles(group, num_gpus=this_machine()[0]["GPU"]))
-        first, *rest = [survey(target, engine, world_size=size), *(survey(draft, engine) for draft in others)]
-        on_cpu = first.device == "cpu"
-        workers = [first.footprint] * (size if on_cpu else 1) + [one.footprint for one in rest if on_cpu or has_one_gpu]
-        engine = replace(engine, max_model_len=first.footprint.max_model_len)
-        cache = plan_cache(first.free_bytes, workers, engine, device=first.device)
+        target_survey, *draft_surveys = [
+            survey(target, engine, world_size=size),
+            *(survey(draft, engine) for draft in drafts),
+        ]
+        on_cpu = target_survey.device == "cpu"
+        workers = [target_survey.footprint] * (size if on_cpu else 1)
+        workers += [draft.footprint for draft in draft_surveys if on_cpu or has_one_gpu]
+        engine = replace(engine, max_model_len=target_survey.footprint.max_model_len)
+        cache = plan_cache(target_survey.free_bytes, workers, engine, device=target_survey.device)
     except (ConfigError, ModelError, PlacementError) as error:
         advice = (
             f"pull {known_draft(target.path) or 'a draft of its family'}, or draft without a model: drafting=suffix"
         )
-        yield Finding("error", "pair", str(error), advice if others else "choose another target, or other settings")
+        yield Finding("error", "pair", str(error), advice if drafts else "choose another target, or other settings")
         return
-    weights = " and ".join(size_text(one.footprint.weight_bytes) for one in (first, *rest))
+    weights = " and ".join(size_text(model.footprint.weight_bytes) for model in (target_survey, *draft_surveys))
     room = f"{cache.num_blocks * engine.block_size:,} tokens fit into the cache"
     tokens = f"{len(target.tokenizer)} tokens{' in both' * (shared_ids == [None])}"
     for shared in filter(None, shared_ids):

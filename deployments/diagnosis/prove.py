@@ -1,7 +1,6 @@
-"""Prove: asks a server the same in every way, and says which texts were those of plain decoding.
+"""Prove: asks a server for the same texts in every way, and compares every token with plain decoding.
 
-The reference is each text alone, without a draft. Then batch, draft length, streaming and killed processes change, and
-every token is compared.
+The reference is each text alone, without a draft. Then batch, draft length, streaming and killed processes change.
 """
 
 import json
@@ -25,7 +24,7 @@ _PLAIN = {"enabled": False, "metrics": "summary"}
 
 @dataclass(slots=True)
 class Case:
-    """One way of asking for all texts, and what came of it."""
+    """A way of asking for all texts, and its outcome."""
 
     drafts: str
     speculative: dict[str, Any]
@@ -91,7 +90,7 @@ def prove(
 
 @dataclass(slots=True)
 class _Prover:
-    """Asks one server; `entries` are the requests that were not streamed, with their answers."""
+    """Asks one server; `entries` holds the requests without a stream, and their answers."""
 
     client: Client
     requests: Sequence[dict[str, Any]]
@@ -99,7 +98,6 @@ class _Prover:
     entries: list[Entry] = field(default_factory=list)
 
     def run(self, case: Case) -> Case:
-        """Ask for all texts in one way, and fill the case in."""
         started, has_begun = time.monotonic(), Event()
         stream = {"stream": True, "stream_options": {"include_usage": True}} if case.is_streamed else {}
         body = {"speculative": case.speculative | {"metrics": "summary"}, **stream}
@@ -125,7 +123,7 @@ class _Prover:
         return case
 
     def ask(self, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> tuple[list[int], int]:
-        """Return an answer's tokens and how many were drafted; call `begin` once a stream has begun or failed."""
+        """Return an answer's tokens and how many were drafted; call `begin` when a stream has begun or failed."""
         if not body.get("stream"):
             answer = self.client.post(PATH, body)
             self.entries.append(Entry(path=PATH, body=body, answer=answer))
@@ -175,5 +173,5 @@ def page(proof: dict[str, Any]) -> str:
         way = f"{case['drafts']} | {case['num_at_once']} | {case['is_streamed']} | {case['killed']}"
         equal = f"{total - len(case['differences'])} of {total}"
         lines.append(f"| {way} | {equal} | {case['num_tokens']} | {case['num_draft_tokens']} | {case['seconds']} |")
-        differing += [f"- {way}: `{json.dumps(one)}`" for one in case["differences"]]
+        differing += [f"- {way}: `{json.dumps(difference)}`" for difference in case["differences"]]
     return "\n".join([*lines, "", *differing[:20], ""])

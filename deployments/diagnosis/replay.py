@@ -14,7 +14,7 @@ Outcome = tuple[Literal["equal", "different", "refused"], str]
 
 
 class Entry(BaseModel):
-    """A logged request and its answer, as the API returned it; one line of a file."""
+    """A logged request and its answer, as the API returned it; a line of a file."""
 
     path: str
     body: dict[str, Any]
@@ -22,7 +22,7 @@ class Entry(BaseModel):
 
 
 def read_entries(file: Path) -> list[Entry]:
-    """Return the entries of JSON lines; raise a ClickException that names the line that is none."""
+    """Return the entries of JSON lines; raise a ClickException that names the first wrong line."""
     entries = []
     for number, line in enumerate(file.read_text().rstrip("\n").split("\n"), 1):  # JSON may hold U+2028
         try:
@@ -34,7 +34,7 @@ def read_entries(file: Path) -> list[Entry]:
 
 
 def replay_entry(entry: Entry, client: Client, *, any_server: bool) -> Outcome:
-    """Make an answer again and compare every choice; with `any_server`, also if the server's fingerprint differs."""
+    """Make an answer again and compare every choice; with `any_server`, also if the fingerprint differs."""
     if entry.path not in PATHS:
         return "refused", f"path is {entry.path}; it must be {' or '.join(PATHS)}"
     if entry.body.get("seed") is None:
@@ -57,14 +57,13 @@ def replay_entry(entry: Entry, client: Client, *, any_server: bool) -> Outcome:
 
 
 def first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
-    """Return the first position where two sequences differ, or where the shorter one ends; None if they are equal."""
+    """Return the first position where two sequences differ, or the shorter sequence ends; None if they are equal."""
     shared = min(len(expected), len(actual))
     differing = (position for position in range(shared) if expected[position] != actual[position])
     return next(differing, None if len(expected) == len(actual) else shared)
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any], client: Client) -> str | None:
-    """Return the first difference of two choices: a token if the logged one has token ids, else a character."""
     if (expected := old.get("token_ids")) is None:
         position = first_difference(_text(old), _text(new))
         return None if position is None else f"character {position}: {_text(old)[position:][:20]!r} was logged"
@@ -78,7 +77,7 @@ def _difference(old: dict[str, Any], new: dict[str, Any], client: Client) -> str
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Return a choice's text, or its message's content and calls of tools; the ids of calls are random."""
+    """Return a choice's text, or its message's content and calls without their ids, which are random."""
     message = choice.get("message", {})
     calls = [call["function"]["name"] + call["function"]["arguments"] for call in message.get("tool_calls") or ()]
     return "".join([choice.get("text") or message.get("content") or "", *calls])

@@ -11,10 +11,10 @@ from typing import Any
 from cluster.config import LogFormat
 from cluster.ray_core import stderr_handler
 
-logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+logger = logging.getLogger("ray.serve")  # the only logger that Serve shows
 
 START_GRACE_S = 30.0
-"""Added to `start_timeout_s`, so that a start that times out by itself can say why."""
+"""Added to `start_timeout_s`, so that a start can first time out by itself and say why."""
 
 
 def serve_logging(log_format: LogFormat) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def serve_logging(log_format: LogFormat) -> dict[str, Any]:
 def set_log_format(log_format: LogFormat) -> None:
     """Set the format of this process's stderr; Serve's own setting is for its log files only."""
     if log_format == "text":
-        return  # Serve's default
+        return
     files = [handler for handler in logger.handlers if isinstance(handler, MemoryHandler)]
     for handler in logger.handlers:
         if isinstance(handler, logging.StreamHandler):
@@ -51,10 +51,8 @@ def _report(task: asyncio.Task[None]) -> None:
 
 @contextmanager
 def limited_start(start_timeout_s: float) -> Iterator[None]:
-    """End this process if the block hangs, and print the stack of each thread; Serve then starts another replica.
-
-    Serve (2.60) sets no limit on a replica's constructor. The timer's thread is not Python's, so it needs no GIL.
-    """
+    """End this process with the stack of each thread if the block hangs; Serve (2.60) sets no limit itself."""
+    # Its timer needs no GIL.
     faulthandler.dump_traceback_later(start_timeout_s + START_GRACE_S, exit=True)
     try:
         yield

@@ -2,13 +2,10 @@
 
 Names are vLLM's, so that its dashboards and load tools work. `k8s/components/monitoring` has queries.
 
-Every sample has a label `replica`, Serve's name of the Router or Ingress that counted it, and any Ingress answers for
-all, so scrape one address, such as a load balancer's; gateways that scrape every pod ask for `?scope=local`, its own.
-`sum without (replica) (rate(...))` is of all together.
-
-Counters of rounds and of their times have a label `phase`: prefill where prompts were computed, else decode. As in
-vLLM, `vllm:inter_token_latency_seconds` is the time between two rounds of a sequence, which bring several tokens with
-drafts; `vllm:request_time_per_output_token_seconds` is the time per token.
+The label `replica` is Serve's name of the Router or Ingress that counted. Any Ingress answers for all, so scrape one
+address, such as a load balancer; gateways that scrape every pod ask for `?scope=local`. The label `phase` is prefill
+for rounds that computed prompts, else decode. As in vLLM, `vllm:inter_token_latency_seconds` is the time between two
+rounds of a sequence, and `vllm:request_time_per_output_token_seconds` the time per token.
 """
 
 import re
@@ -40,7 +37,7 @@ from engine.errors import RequestError
 from engine.stats.requests import REQUEST_BOUNDS_S, Distribution, token_bounds
 
 _Row = tuple[Any, ...]
-"""A metric's name, its text, its value or a value for each value of its labels, and the names of these."""
+"""A metric's name, its text, its value or a map from label values to values, and the names of the labels."""
 LATENCY_BOUNDS_S = sorted((*REQUEST_BOUNDS_S, 0.75))
 _ROUND_TIMES = {
     "round": "Time of rounds, delivery included.",
@@ -59,12 +56,12 @@ _FEATURES = {
 
 
 class RouterMetrics:
-    """The metrics of one Router: counts of its own, and those that its engine and workers keep."""
+    """The metrics of one Router, its engine and its workers."""
 
     def __init__(
         self, engine: Engine, drafter: RemoteDrafter, verifier: RemoteVerifier, *, has_draft: bool = False
     ) -> None:
-        """Count for an engine and its links to workers; a draft is watched if the group `has_draft` to load."""
+        """Count for an engine and its links to workers; watch the draft if the group loads a draft (`has_draft`)."""
         self._engine, self._drafter, self._verifier = engine, drafter, verifier
         if (tracer := make_tracer()) is not None:
             engine.request_stats = TracedStats(engine.max_model_len, tracer)
@@ -98,7 +95,7 @@ class RouterMetrics:
         return replace(self._drafter.calls), replace(self._verifier.calls)
 
     def observe_round(self, calls: tuple[Calls, Calls], *, round_s: float, delivery_s: float, is_prefill: bool) -> None:
-        """Count a round: `delivery_s` of its time came after its verdicts; `calls` were the counters before it."""
+        """Count a round: `delivery_s` is its time after the verdicts; `calls` are the counters before the round."""
         draft, target = self._drafter.calls.since(calls[0]), self._verifier.calls.since(calls[1])
         phase = "prefill" if is_prefill else "decode"
         self._rounds[phase] += 1
@@ -110,7 +107,7 @@ class RouterMetrics:
                 self._run_ahead_wait_s[outcome].observe(draft.wait_s)
 
     def watch_draft(self) -> None:
-        """Look whether drafts were of use lately; call it every second or so, while requests run or not."""
+        """Judge whether drafts were of use lately; call it every second or so, even if no request runs."""
         if self._draft_health is not None:
             seconds = (sum(self._round_s[name].values()) for name in ("round", "draft_wait", "target_compute"))
             self._draft_health.observe(sum(self._rounds.values()), *seconds)
@@ -213,7 +210,7 @@ class RouterMetrics:
 
 
 class IngressMetrics:
-    """The requests of one Ingress: started, sent again by reason, and ended by outcome and, if failed, reason."""
+    """The requests of one Ingress: started; sent again, by reason; ended, by outcome and reason of failure."""
 
     def __init__(self) -> None:
         self.num_started = 0
@@ -234,7 +231,7 @@ class IngressMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetrics:
-    """The metrics of one replica, by Serve's name of it, and its node's address."""
+    """The metrics of one replica, Serve's name of the replica, and its node's address."""
 
     replica: str
     metrics: list[Metric]
@@ -242,7 +239,7 @@ class ReplicaMetrics:
 
 
 def in_scope(replicas: list[ReplicaMetrics], scope: str, host: str) -> list[ReplicaMetrics]:
-    """Return the metrics of all replicas, or of those on the node whose address is the URL's host."""
+    """Return the metrics of all replicas, or only of replicas on the node whose address is the URL's host."""
     if scope == "all":
         return replicas
     if scope != "local" or not re.fullmatch(r"[\d.]+|[\da-f:]+", host):
@@ -252,7 +249,7 @@ def in_scope(replicas: list[ReplicaMetrics], scope: str, host: str) -> list[Repl
 
 
 def exposition(replicas: Sequence[ReplicaMetrics], model_name: str) -> bytes:
-    """Return the text that `/metrics` answers with: the metrics of several replicas, each with its label."""
+    """Return the text of `/metrics`: the metrics of several replicas, labelled by replica."""
     families: dict[str, Metric] = {}
     for replica in replicas:
         for metric in replica.metrics:
@@ -264,9 +261,11 @@ def exposition(replicas: Sequence[ReplicaMetrics], model_name: str) -> bytes:
     return generate_latest(registry)
 
 
-def _families(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Iterable[_Row]) -> Iterator[Metric]:
+def _families(
+    family_class: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Iterable[_Row]
+) -> Iterator[Metric]:
     for name, text, values, *labels in rows:
-        family = kind(name, text, labels=labels)
+        family = family_class(name, text, labels=labels)
         for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
             family.add_metric([key] if isinstance(key, str) else key, value)
         yield family

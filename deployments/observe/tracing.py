@@ -1,7 +1,7 @@
-"""OpenTelemetry spans, where its standard variables ask for them: of requests in Ingresses, of sequences in Routers.
+"""OpenTelemetry spans of requests in Ingresses and of sequences in Routers, if the standard variables ask for them.
 
-A request's span is the child of the client's `traceparent`; resubmissions are its events. When a sequence ends in a
-Router, its spans follow: queue, prefill, and decode with rounds as events. Otherwise, no span object is made.
+A request's span is the child of the client's `traceparent`; resubmissions are its events. A Router makes a sequence's
+spans when the sequence ends: queue, prefill, and decode with rounds as events.
 """
 
 import logging
@@ -23,10 +23,10 @@ from deployments.wire import Generation
 from engine.protocols import RequestOutput, ScheduledRow
 from engine.stats.requests import RequestStats
 
-logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+logger = logging.getLogger("ray.serve")  # the only logger that Serve shows
 
 MAX_ROUNDS = 128
-"""Rounds of a sequence that are kept, the last ones; the SDK keeps as many events of a span unless told otherwise."""
+"""The last rounds of a sequence that are kept; by default the SDK keeps as many events of a span."""
 _w3c = TraceContextTextMapPropagator()
 
 
@@ -53,7 +53,7 @@ def make_tracer() -> Tracer | None:
 
 
 class TracedRequests:
-    """ASGI middleware: a span around each request to one of the routes."""
+    """ASGI middleware that makes a span of each request to the routes."""
 
     def __init__(self, app: ASGIApp, *, tracer: Tracer, routes: Collection[str]) -> None:
         self._app, self._tracer, self._routes = app, tracer, routes
@@ -75,14 +75,14 @@ class TracedRequests:
 
 
 def traceparent() -> str | None:
-    """Return the current span for another process, in W3C's form; None if there is none."""
+    """Return the current span for another process, in W3C's form; None without a span."""
     carrier: dict[str, str] = {}
     _w3c.inject(carrier)
     return carrier.get("traceparent")
 
 
 def note_answer(writer: Writer) -> None:
-    """Add to the current span, if there is one, the model, tokens and finish reasons of an answer that has ended."""
+    """Add the model, tokens and finish reasons of an answer that has ended to the current span, if any."""
     if (span := get_current_span()).is_recording():
         span.set_attribute("gen_ai.request.model", writer.reply.model)
         span.set_attribute("gen_ai.usage.input_tokens", writer.usage().prompt_tokens)
@@ -91,7 +91,7 @@ def note_answer(writer: Writer) -> None:
 
 
 def note_resubmission(reason: str, num_tokens: int) -> None:
-    """Add to the current span, if there is one, that another Router gets the request, after some tokens."""
+    """Note in the current span, if any, that another Router gets the request after some tokens."""
     get_current_span().add_event("resubmission", {"reason": reason, "tokens": num_tokens})
 
 
@@ -99,14 +99,13 @@ class TracedStats(RequestStats):
     """Request statistics that make the spans of sequences, when these end."""
 
     def __init__(self, max_model_len: int, tracer: Tracer) -> None:
-        """Count nothing yet."""
         super().__init__(max_model_len)
         self._tracer = tracer
         self._traces: dict[str, tuple[Any, deque[tuple[float, dict[str, int]]]]] = {}
         """The parent of each sequence's spans, and when its rounds ended, with their figures."""
 
     def begin(self, request: Generation) -> None:
-        """Trace the sequences of a request that was just added, if its Ingress does."""
+        """Trace the sequences of a request that was just added, if its Ingress traces it."""
         if request.traceparent is not None:
             parent = _w3c.extract({"traceparent": request.traceparent})
             self._traces |= {

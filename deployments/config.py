@@ -1,11 +1,8 @@
 """AppConfig: every setting of an operator, with defaults for a laptop, and the sections that deployments are made from.
 
-`serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`. Both
-are validated here. The settings of the models and the engine come from `engine.config.PairConfig`. `PACELINE_API_KEY`
-is the only setting read from the environment.
-
-A Router is made from a `GroupConfig` and an Ingress from an `IngressConfig`, so a changed setting replaces only the
-replicas that read it.
+`serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`.
+`PACELINE_API_KEY` is the only setting read from the environment. A Router reads only a `GroupConfig` and an Ingress
+only an `IngressConfig`, so a changed setting replaces only the replicas that read it.
 """
 
 import json
@@ -28,7 +25,7 @@ BUNDLED_NAME = "paceline"
 
 
 class ArgumentError(click.ClickException):
-    """An application argument with which nothing can start; its message is one line. Commands exit with 1."""
+    """An application argument is wrong; the message is one line, and commands exit with 1."""
 
 
 def _none_from_text(value: object) -> object:
@@ -174,7 +171,6 @@ class AppConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _gather_pair(cls, arguments: Any) -> Any:
-        """Move the pair's settings from the flat arguments into `pair`."""
         if not isinstance(arguments, dict):
             return arguments
         if "pair" in arguments:
@@ -198,7 +194,7 @@ class AppConfig(BaseModel):
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """Validate what Serve passes; the ArgumentError that it raises is one line that names the argument."""
+        """Validate what Serve passes; raise ArgumentError that names each wrong argument."""
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
@@ -235,7 +231,7 @@ def group_config(config: AppConfig) -> GroupConfig:
 
 
 def pool_config(group: GroupConfig) -> GroupConfig:
-    """Return what a draft worker of a pool reads of its groups' settings; of the target, it reads files alone."""
+    """Return the settings that a pool's draft worker reads; of the target it reads only files."""
     target = ModelConfig(group.target.path, group.target.revision)
     names = "draft engine run_ahead draft_pool draft_label_selector hang_timeout_s start_timeout_s log_format"
     return GroupConfig(target, **{name: getattr(group, name) for name in names.split()})
@@ -243,7 +239,7 @@ def pool_config(group: GroupConfig) -> GroupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressConfig:
-    """Every setting that an Ingress reads; another setting does not restart it."""
+    """Every setting that an Ingress reads."""
 
     target: ModelConfig
     tensor_parallel_size: int
@@ -261,18 +257,18 @@ class IngressConfig:
 
 def ingress_config(config: AppConfig) -> IngressConfig:
     """Return the settings of an Ingress."""
-    target = replace(config.settled.target, head=None)  # which an Ingress does not load
+    target = replace(config.settled.target, head=None)  # not loaded by an Ingress
     return IngressConfig(target=target, verification=config.pair.verification, **_same_names(IngressConfig, config))
 
 
 def _same_names(section: type[GroupConfig] | type[IngressConfig], config: AppConfig) -> dict[str, Any]:
-    """Return the settings that the application and a section name alike; of the pool, whether there is one."""
+    """Return the settings that the application and a section name alike; `draft_pool` becomes a bool."""
     alike = {field.name: getattr(config, field.name) for field in fields(section) if hasattr(config, field.name)}
     return alike | {"draft_pool": config.draft_pool is not None}
 
 
 def api_keys(config: AppConfig) -> tuple[str, ...]:
-    """Return every API key: configured, from the file, from the environment; raise ArgumentError if one is wrong."""
+    """Return the API keys of the settings, the file and the environment; raise ArgumentError for a wrong key."""
     keys = [key.get_secret_value() for key in config.api_keys]
     if config.api_key_file is not None:
         try:

@@ -24,8 +24,6 @@ from engine.errors import (
 )
 
 current_request_id: ContextVar[str | None] = ContextVar("request id", default=None)
-"""The id of the HTTP request that the running task belongs to."""
-
 _is_anthropic: ContextVar[bool] = ContextVar("request in Anthropic's form", default=False)
 _ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
@@ -42,7 +40,7 @@ class ErrorKind:
     type: str
     code: str | None
     message: str | None = None
-    """Replaces the exception's message if that is internal."""
+    """Replaces the exception's message if that is not for clients."""
 
 
 INTERNAL = ErrorKind(500, "server_error", "internal_error", "internal error")
@@ -75,7 +73,7 @@ _STATUS_KINDS: Mapping[int, ErrorKind] = {
 
 
 def kind_of(error: Exception) -> ErrorKind:
-    """Return the `KINDS` entry of an exception's nearest base class, or the kind of an HTTPException's status."""
+    """Return the `KINDS` entry of an exception's nearest base class, or of an HTTPException's status."""
     if isinstance(error, HTTPException):
         return kind_of_status(error.status_code)
     for cls in type(error).__mro__:
@@ -91,13 +89,13 @@ def kind_of_status(status: int) -> ErrorKind:
 
 
 def set_request(request_id: str, path: str) -> None:
-    """Set the id of the HTTP request that the running task belongs to, and the form of its errors, by its path."""
+    """Set the id of the running task's HTTP request, and the form of its errors, by its path."""
     current_request_id.set(request_id)
     _is_anthropic.set(path.startswith("/v1/messages"))
 
 
 def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return the JSON body, with the id of the request that is being handled; lone surrogates are escaped."""
+    """Return the JSON body, with the current request's id; lone surrogates are escaped."""
 
     def clean(text: str) -> str:
         return text.encode("utf-8", "backslashreplace").decode()
@@ -120,7 +118,7 @@ def describe(error: Exception) -> tuple[ErrorKind, dict[str, Any]]:
 
 
 def headers_of(kind: ErrorKind, error: Exception | None = None) -> dict[str, str]:
-    """Return the headers of an error: those of an HTTPException, and Retry-After, if clients should retry."""
+    """Return an error's headers: an HTTPException's own, Retry-After for 429 and 503, WWW-Authenticate for 401."""
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if kind.status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, CapacityError) else CapacityError.retry_after_s
@@ -129,10 +127,10 @@ def headers_of(kind: ErrorKind, error: Exception | None = None) -> dict[str, str
 
 
 def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str, str | None]:
-    """Return one message and one field's path for pydantic's errors about a body.
+    """Return a message and a field's path for pydantic's errors about a body.
 
-    A union has one error per branch. The client probably meant the branch whose list is too long, or else the one with
-    the deepest error; at equal depth, an error about the value says more than one about its type.
+    A union has an error per branch. The client probably meant the branch whose list is too long, else the branch with
+    the deepest error; at equal depth, an error about a value says more than an error about a type.
     """
     error = max(
         errors, key=lambda item: (item["type"] == "too_long", len(item["loc"]), not item["type"].endswith("_type"))
@@ -141,7 +139,7 @@ def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tup
     if error["type"] == "missing":
         path.append(str(error["loc"][-1]))
     tag = str(error["ctx"]["discriminator"]).strip("'") if error["type"].startswith("union_tag_") else ""
-    if tag.isidentifier():  # a field, not a function
+    if tag.isidentifier():  # a field's name; a discriminator function has another form
         path.append(tag)
     param = ".".join(path) or None
     if error["type"] == "extra_forbidden":
@@ -156,7 +154,7 @@ def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tup
 
 
 def _path_in(body: object, loc: Sequence[str | int]) -> list[str]:
-    """Keep the parts of a location that are keys or positions in the body; the others name union branches."""
+    """Keep the keys and positions of a location that are in the body; its other entries name union branches."""
     path, node = [], body
     for key in loc:
         if (isinstance(node, dict) and key in node) or (

@@ -1,7 +1,6 @@
 """Every setting of the engine and its two models, written once: names, defaults, bounds, meanings.
 
-`LLM(...)` and `serve run` take the fields of `PairConfig` as arguments. The engine gets its parts: two `ModelConfig`s
-and an `EngineConfig`. Pydantic checks types and bounds; `complaint` is its errors in one line.
+`LLM(...)` and `serve run` take the fields of `PairConfig` as arguments.
 """
 
 import difflib
@@ -33,13 +32,13 @@ HeadDrafting = Literal["head", "head_tree", "head_worker", "mtp"]
 Drafting = Literal["auto", "none", "model", "tree", "self", HeadDrafting, "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 SEEDED_RULES = frozenset({"coupled"})
-"""The rules by which target, request and seed alone determine a text."""
+"""The rules with which only target, request and seed determine a text."""
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-"""`package.module:NAME`: what a setting names by where it is imported from."""
+"""`package.module:NAME`, from which the value of a setting is imported."""
 Speculation = Literal["adaptive", "fixed", "off"]
 
 TREE_WIDTH = 3
-"""Most alternatives after one token of a drafted tree, or the number of chains with k_sequential."""
+"""Most alternatives after a token of a drafted tree; with k_sequential, the number of chains."""
 SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
@@ -122,7 +121,7 @@ class EngineSettings:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most tokens of a draft that is no copy: 0 if speculation is off."""
+        """Most tokens of a draft that is not copied from a text; 0 if speculation is off."""
         return 0 if self.speculation == "off" else self.num_speculative_tokens
 
 
@@ -161,7 +160,7 @@ class PairConfig(EngineSettings, ModelSettings):
 
     @property
     def draft(self) -> ModelConfig | None:
-        """The draft model, if there is one; whether it is loaded is for the drafting method to say."""
+        """The draft model, if any; the drafting method decides whether it is loaded."""
         path = self.draft_model
         if path == "auto":
             path = str(BUNDLED_DRAFT) if self.target_model in (BUNDLED, "auto") else "none"
@@ -200,32 +199,28 @@ class ModelInfo:
     start_id: int | None = None
     """The token that starts a text; None where the text continues its prompt."""
     digest: str = ""
-    """Differs if the model's settings, its weights or torch do."""
+    """Differs if the model's settings, its weights or torch differ."""
     state_chunk: int = 0
     """The chunk length of the model's linear layers; 0 for a model without a state."""
 
 
 class CompileProgress(NamedTuple):
-    """How far the compiling of passes is: packages made, of all, and the seconds left by an estimate."""
+    """Progress of compiling passes: packages compiled, packages in all, estimated seconds left."""
 
     done: int
     of: int
     left_s: float
 
 
-_PARTS: tuple[Any, ...] = (PairConfig, EngineSettings, ModelSettings)
+_SECTIONS: tuple[Any, ...] = (PairConfig, EngineSettings, ModelSettings)
 PAIR_SETTINGS: dict[str, FieldInfo] = {
-    name: part.__pydantic_fields__[name] for part in _PARTS for name in part.__annotations__
+    name: section.__pydantic_fields__[name] for section in _SECTIONS for name in section.__annotations__
 }
 """Every keyword that `LLM(...)` and `serve run` share."""
 
 
 def make_pair(**settings: Any) -> PairConfig:
-    """Return the pair with these settings, defaults for the rest.
-
-    Raises:
-        ConfigError: a setting that does not exist, or a value that does not fit; one line that names it.
-    """
+    """Return the pair with these settings; raise ConfigError with a line that names each wrong setting."""
     paths = {name: str(value) for name, value in settings.items() if isinstance(value, Path)}
     try:
         return PairConfig(**settings | paths)
@@ -234,7 +229,7 @@ def make_pair(**settings: Any) -> PairConfig:
 
 
 def import_named(setting: str, path: ImportPath) -> Any:
-    """Return what a setting names as `package.module:NAME`; raise ConfigError if it cannot be imported."""
+    """Import the object that a setting names as `package.module:NAME`; raise ConfigError if that fails."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -249,7 +244,7 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
 
 
 def complaint(error: ValidationError, known: Iterable[str]) -> str:
-    """Return what is wrong with settings, in one line that names each; the values of keys are not shown."""
+    """Return pydantic's errors about settings in one line that names each; API keys are not shown."""
     problems: dict[str, list[str]] = {}
     for detail in error.errors(include_url=False, include_context=False):
         path = [str(key) for key in detail["loc"] if key != "pair"]

@@ -2,8 +2,8 @@
 """preStop of a worker pod: Serve moves this node's replicas to other nodes, and their running streams finish here.
 
 Kubernetes would otherwise end the pod at once. Ray is told that the node will go at the deadline; Serve then starts
-replacements where there is room, sends them the new requests, and stops the replicas here when they have nothing left
-to do. This returns when no replica is left, or at the deadline.
+replacements, sends them the new requests, and stops the replicas here when they have nothing left to do. The program
+returns when no replica is left, or at the deadline.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import ray
 from ray.util.state import list_actors
 
 DEADLINE_S = 660
-"""Serve stops a replica so long before the deadline as its streams may take, 600 s; the rest is for its replacement."""
+"""Serve stops a replica 600 s before the deadline, the time that its streams may take; 60 s are for its replacement."""
 POLL_S = 1.0
 REPLICA = "ServeReplica:"
 

@@ -61,8 +61,7 @@ class MessagesWriter(ChatWriter):
     END: ClassVar[str] = ""
 
     blocks: list[Block] = field(default_factory=list, init=False)
-    arguments: str = field(default="", init=False)
-    """The arguments of the last call."""
+    arguments: str = field(default="", init=False)  # of the last call
 
     def opening(self) -> str:
         """Return the event before the first tokens; its usage does not know yet which tokens were cached."""

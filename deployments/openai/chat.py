@@ -90,8 +90,7 @@ class ChatWriter(Writer):
 
     request: ChatCompletionRequest
     form: MessageForm | None = None
-    prompt_end: str = ""
-    """The end of the prompt, which may hold the beginning of the answer."""
+    prompt_end: str = ""  # may hold the beginning of the answer
     parsers: dict[int, MessageParser] = field(default_factory=dict, init=False)
 
     def opening(self) -> str:

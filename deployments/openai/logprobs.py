@@ -9,8 +9,7 @@ from deployments.openai.writer import Choice
 from engine.protocols import RequestOutput, TokenLogprobs
 from engine.requests.detokenizer import TokenBytes
 
-LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have; vLLM's number."""
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; vLLM's number
 
 
 class CompletionLogprobs(ResponseModel):

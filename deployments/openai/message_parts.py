@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from transformers.utils.chat_parsing import ResponseParser
 
 _BLANK = " \t\r\n"
-PIECE = 256
-"""Characters read at once; in a longer piece, each character takes longer."""
-MAX_ENDLESS = 4
-"""After this many calls without an end, no end is searched for: each search reads all remaining text."""
+PIECE = 256  # characters read at once; in a longer piece, each character takes longer
+MAX_ENDLESS = 4  # calls without an end, after which no end is searched for: each search reads all remaining text
 _MARK = re.compile(r'["\\{}\[\]<]')
 
 

@@ -88,8 +88,7 @@ class ResponsesWriter(ChatWriter):
 
     responses_request: ResponsesRequest
     items: list[OutputItem] = field(default_factory=list, init=False)
-    logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
-    """Log probabilities of tokens whose text has not come yet."""
+    logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # of tokens whose text has not come yet
 
     def opening(self) -> str:
         """Return the events before the first tokens."""

@@ -58,17 +58,13 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """How a model writes its thoughts, and the text that begins its `answer`, with and without thoughts.
-
-    If `is_open`, the prompt has begun the thoughts; else the model begins them or leaves them out. `token_ids` has the
-    texts that are single tokens.
-    """
+    """How a model writes its thoughts and begins its answer."""
 
     opening: str
     closing: str
-    token_ids: Mapping[str, int]
-    answer: str = ""
-    is_open: bool = False
+    token_ids: Mapping[str, int]  # of texts that are single tokens
+    answer: str = ""  # begins the answer, with and without thoughts
+    is_open: bool = False  # the prompt has begun the thoughts; else the model begins them or leaves them out
 
     def after(self, begun: str) -> "Thoughts | None":
         """Return the thoughts that can follow `begun`, the prompt's part of the answer; None if they have ended."""
@@ -99,16 +95,13 @@ class Thoughts:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A client's constraint before it becomes a grammar, so that the size of `value` can be checked first.
-
-    `to_grammar` raises RequestError if the value has no grammar; if it `takes_long`, it can take a second.
-    """
+    """A client's constraint before it becomes a grammar, so that the size of `value` can be checked first."""
 
     field: str
     value: Any
-    to_grammar: Callable[[], str]
-    takes_long: bool = False
-    thoughts: Thoughts | None = None
+    to_grammar: Callable[[], str]  # raises RequestError if the value has no grammar
+    takes_long: bool = False  # up to a second
+    thoughts: Thoughts | None = None  # may come before the constrained text
 
 
 def structured_source(outputs: StructuredOutputs) -> GrammarSource:

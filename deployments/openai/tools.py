@@ -23,8 +23,7 @@ MAX_BLANKS, MAX_NAME = 9, 256
 _REPEAT = re.compile(r"(\\[a-zA-Z]|(?<!\\)[\].])([*+])")
 _LOOK_BEHIND = re.compile(r"\(\?<=([^()|]*)\\s\{0,9\}\)")
 _VALUE = "(?P<value>.*?)"
-THOUGHTS = {"reasoning_content", "thinking"}
-"""Names of a response template's field of thoughts; some templates on the hub use the second name."""
+THOUGHTS = {"reasoning_content", "thinking"}  # some response templates on the hub use the second name
 
 
 class Function(RequestModel):
@@ -84,9 +83,8 @@ class ToolForm:
     start: str
     end: str
     separator: str
-    arguments: str
-    """The model's word for arguments."""
-    token_ids: Mapping[str, int] | None = None
+    arguments: str  # the model's word for arguments
+    token_ids: Mapping[str, int] | None = None  # of texts that are single tokens
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the grammar of one call or, if parallel, of several; schemas keep their references."""
@@ -107,20 +105,13 @@ class ToolForm:
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How a model writes messages: `template` is transformers' response template.
+    """How a model writes messages."""
 
-    Attributes:
-        head: a pattern of a call up to its arguments, with the group `name`; empty if arguments are not JSON.
-        tool_form: None if no call can be required.
-        mark_token_ids: the tokens that delimit parts.
-        thoughts: None if no thoughts come before a constrained answer.
-    """
-
-    template: dict[str, Any]
-    head: str = ""
-    tool_form: ToolForm | None = None
-    mark_token_ids: tuple[int, ...] = ()
-    thoughts: Thoughts | None = None
+    template: dict[str, Any]  # transformers' response template
+    head: str = ""  # a pattern of a call up to its arguments, with the group `name`; empty if arguments are not JSON
+    tool_form: ToolForm | None = None  # None if no call can be required
+    mark_token_ids: tuple[int, ...] = ()  # the tokens that delimit parts
+    thoughts: Thoughts | None = None  # None if no thoughts come before a constrained answer
 
     @cached_property
     def loaded(self) -> "ResponseTemplate":

@@ -76,13 +76,10 @@ class Choice:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    num_drafted: list[int] = field(default_factory=list)
-    """Draft tokens of each round that had any; `num_accepted` likewise."""
+    num_drafted: list[int] = field(default_factory=list)  # in each round with a draft; `num_accepted` likewise
     num_accepted: list[int] = field(default_factory=list)
-    traces: list[RoundTrace] = field(default_factory=list)
-    """Rounds that were not written yet, if rounds are traced."""
-    num_predicted: int = 0
-    """Accepted draft tokens that the client predicted."""
+    traces: list[RoundTrace] = field(default_factory=list)  # of rounds that were not written yet, if rounds are traced
+    num_predicted: int = 0  # accepted draft tokens that the client predicted
 
     def append(self, output: RequestOutput) -> None:
         """Add a round."""
@@ -121,10 +118,8 @@ class Reply:
 class Writer(ABC):
     """Writes one response, as the text of one body or of events; holds the tokens of each choice so far."""
 
-    END: ClassVar[str] = "data: [DONE]\n\n"
-    """Ends a stream, failed or not."""
-    REPEATS_ALL: ClassVar[bool] = False
-    """Whether the last events repeat all earlier text."""
+    END: ClassVar[str] = "data: [DONE]\n\n"  # of a stream, failed or not
+    REPEATS_ALL: ClassVar[bool] = False  # whether the last events repeat all earlier text
 
     reply: Reply
     request: GenerationRequest

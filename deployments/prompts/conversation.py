@@ -41,11 +41,9 @@ from engine.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}
-"""Variables of chat templates that say how much, or whether, the model thinks."""
+_SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}  # variables of chat templates
 
-Segment = tuple[str, bool]
-"""A part of a rendered template, and whether a client wrote the part, so that its special tokens are split."""
+Segment = tuple[str, bool]  # a part of a rendered template; whether a client wrote it, so that special tokens are split
 
 
 class ChatTemplate:

@@ -16,8 +16,7 @@ from engine.errors import PromptTooLongError, RequestError
 from engine.params import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # as at OpenAI
-MAX_PROMPT_LOGPROBS = 2**19
-"""Most log probabilities of prompts and alternatives in an answer: they take some 100 MB."""
+MAX_PROMPT_LOGPROBS = 2**19  # in an answer, alternatives included: they take some 100 MB
 SAME_IN_BOTH = ({setting.name for setting in fields(SamplingParams)} & GenerationRequest.model_fields.keys()) - {
     "top_k",
     "logit_bias",

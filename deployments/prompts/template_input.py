@@ -21,8 +21,7 @@ FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeEr
 
 Entry = dict[str, Any]
 """A message, call or tool. Until `TemplateInput.messages`, calls have arguments as an object and as `text`."""
-Render = Callable[[list[Entry], list[Entry] | None], str]
-"""Renders messages and tools with one template; raises FAILURES."""
+Render = Callable[[list[Entry], list[Entry] | None], str]  # of messages and tools, by a template; raises FAILURES
 CallIds = Literal["client", "nine", "functions"]
 
 _SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}, "number": {"type": "integer"}}}
@@ -37,21 +36,13 @@ PROBE_CALL: Entry = {"role": "assistant", "content": "", "tool_calls": [{"id": "
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """The form in which one chat template reads messages and tools.
+    """The form in which a chat template reads messages and tools."""
 
-    Attributes:
-        part_roles: the roles whose content is a list of parts instead of text.
-        text_arguments: whether the arguments of calls are JSON text instead of an object.
-        call_ids: the client's ids, nine letters or digits (Mistral), or `functions.NAME:N` (Kimi), counted.
-        tool_defaults: the fields that each function must have.
-        lists_tools: whether no tools are an empty list instead of null.
-    """
-
-    part_roles: frozenset[str] = frozenset()
-    text_arguments: bool = False
-    call_ids: CallIds = "client"
-    tool_defaults: dict[str, Any] = field(default_factory=dict)
-    lists_tools: bool = False
+    part_roles: frozenset[str] = frozenset()  # roles whose content is a list of parts instead of text
+    text_arguments: bool = False  # whether the arguments of calls are JSON text instead of an object
+    call_ids: CallIds = "client"  # or nine letters or digits (Mistral), or `functions.NAME:N` (Kimi), counted
+    tool_defaults: dict[str, Any] = field(default_factory=dict)  # fields that each function must have
+    lists_tools: bool = False  # whether no tools are an empty list instead of null
 
     def messages(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return messages in the template's form."""

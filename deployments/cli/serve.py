@@ -33,8 +33,7 @@ logger = logging.getLogger("ray.serve")  # the only logger that Serve shows
 _FINAL = ("engine.errors.ModelError", "engine.errors.ModelMismatchError", "engine.errors.ConfigError")
 """Errors of replicas that no retry can help."""
 _POLL_S = 0.2
-_STOP_S = 3.0
-"""Seconds that Serve may take to stop the replicas, besides their draining."""
+_STOP_S = 3.0  # for Serve to stop the replicas, besides their draining
 SAME_SIGNAL_S = 1.0
 """Signals within this time count once: `timeout make serve` signals make and its group, and make forwards both."""
 

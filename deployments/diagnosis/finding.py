@@ -12,8 +12,7 @@ from rich.table import Table
 
 from deployments.diagnosis.http_client import VISIBLE
 
-LEVELS = {"error": "red", "warning": "yellow", "ok": "green"}
-"""Levels, worst first, and their colours."""
+LEVELS = {"error": "red", "warning": "yellow", "ok": "green"}  # worst first
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,8 @@ import httpx
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses before tries to continue a lost stream; each event allows all tries again."""
-_PASSING = {0, 429, 502, 503, 504}
-"""Statuses after which a later try may succeed; 0 is a lost connection."""
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # before tries to continue a lost stream; each event allows all tries again
+_PASSING = {0, 429, 502, 503, 504}  # statuses after which a later try may succeed; 0 is a lost connection
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
     range(0x7F, 0xA0), "\ufffd"
 )

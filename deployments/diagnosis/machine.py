@@ -17,8 +17,7 @@ from deployments.diagnosis.finding import Finding, judged
 _CPUINFO = Path("/proc/cpuinfo")
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 _MIN_FREE_BYTES = 2 * 2**30
-_MAX_DISK_USAGE = 0.95
-"""Ray stores nothing on a fuller disk."""
+_MAX_DISK_USAGE = 0.95  # Ray stores nothing on a fuller disk
 
 
 def machine_findings(config: AppConfig) -> Iterator[Finding]:

@@ -33,8 +33,7 @@ class Case:
     killed: str | None = None
     num_tokens: int = 0
     num_draft_tokens: int = 0
-    num_cut: int = 0
-    """Streams that ran when the process was killed."""
+    num_cut: int = 0  # streams that ran when the process was killed
     seconds: float = 0.0
     differences: list[dict[str, Any]] = field(default_factory=list)
 

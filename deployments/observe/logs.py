@@ -13,8 +13,7 @@ from cluster.ray_core import stderr_handler
 
 logger = logging.getLogger("ray.serve")  # the only logger that Serve shows
 
-START_GRACE_S = 30.0
-"""Added to `start_timeout_s`, so that a start can first time out by itself and say why."""
+START_GRACE_S = 30.0  # after `start_timeout_s`, so that a start can first time out by itself and say why
 
 
 def serve_logging(log_format: LogFormat) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from engine.stats.requests import RequestStats
 
 logger = logging.getLogger("ray.serve")  # the only logger that Serve shows
 
-MAX_ROUNDS = 128
-"""The last rounds of a sequence that are kept; by default the SDK keeps as many events of a span."""
+MAX_ROUNDS = 128  # the last of a sequence; by default the SDK keeps as many events of a span
 _w3c = TraceContextTextMapPropagator()
 
 

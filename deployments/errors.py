@@ -39,8 +39,7 @@ class ErrorKind:
     status: int
     type: str
     code: str | None
-    message: str | None = None
-    """Replaces the exception's message if that is not for clients."""
+    message: str | None = None  # replaces the exception's message if that is not for clients
 
 
 INTERNAL = ErrorKind(500, "server_error", "internal_error", "internal error")

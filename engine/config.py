@@ -31,8 +31,7 @@ Quantization = Literal["none", "int8", "int4", "fp8"]
 HeadDrafting = Literal["head", "head_tree", "head_worker", "mtp"]
 Drafting = Literal["auto", "none", "model", "tree", "self", HeadDrafting, "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
-SEEDED_RULES = frozenset({"coupled"})
-"""The rules with which only target, request and seed determine a text."""
+SEEDED_RULES = frozenset({"coupled"})  # with these, only target, request and seed determine a text
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`package.module:NAME`, from which the value of a setting is imported."""
 Speculation = Literal["adaptive", "fixed", "off"]
@@ -196,12 +195,9 @@ class ModelInfo:
     num_parameters: int
     dtype: str
     device: str
-    start_id: int | None = None
-    """The token that starts a text; None where the text continues its prompt."""
-    digest: str = ""
-    """Differs if the model's settings, its weights or torch differ."""
-    state_chunk: int = 0
-    """The chunk length of the model's linear layers; 0 for a model without a state."""
+    start_id: int | None = None  # the token that starts a text; None where the text continues its prompt
+    digest: str = ""  # differs if the model's settings, its weights or torch differ
+    state_chunk: int = 0  # the chunk length of the linear layers; 0 for a model without a state
 
 
 class CompileProgress(NamedTuple):

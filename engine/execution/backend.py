@@ -21,7 +21,7 @@ class PassOutput(NamedTuple):
 
     Attributes:
         logits: [n, vocab] float32, at the batch's `logit_indices`; may be empty if the batch does not need them.
-        scores: [n, vocab] float32, logits over temperature plus noise; likewise.
+        scores: [n, vocab] float32, logits over temperature plus noise; empty where `logits` is empty.
         tokens: [n] int64, the argmax of the scores, over all ranks.
     """
 
@@ -36,11 +36,11 @@ RankedTokens = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ChainBatch:
-    """The passes that draw some requests' chains, one token each per pass.
+    """The passes that draw some requests' chains: each pass draws the next token of every chain.
 
     Attributes:
         first: the first pass, a row of logits for each request; its block tables have room for the whole chains.
-        draws: one per pass; lengths: per row, the place of the token that the first pass draws.
+        lengths: per row, the place of the token that the first pass draws.
         num_ranked: how many possible tokens are ranked at each position.
         shaping: what `row_shaping` returns; None if no row needs shaping.
     """
@@ -56,33 +56,30 @@ Part = Callable[[CausalLM], CausalLM]
 
 
 class Backend(Protocol):
-    """Runs a model's forward passes; loading, compiling and memory are up to each implementation."""
+    """Runs a model's forward passes on one device."""
 
     model: CausalLM
     info: ModelInfo
     device: torch.device
     reducer: Reducer | None
-    """Combines this rank's tensors with the others'; None for a model by itself."""
+    """Sums tensors over ranks; None for a model that runs on one rank."""
 
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
         """Launch a pass: write the batch's keys and values to their slots, and return logits and drawn tokens.
 
-        Later passes may use these tensors at once; the host may read them after `wait`.
-
-        Args:
-            draws: temperature and noise of every logit row; None for greedy draws. All ranks draw alike.
+        Later passes may use these tensors at once; the host may read them after `wait`. Without `draws`, the pass is
+        greedy. All ranks draw the same tokens.
         """
         ...
 
     def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
-        """Return whether `draw_chain` may be called; `warm_up` prepares for chains of up to `num_steps` tokens."""
+        """Let `warm_up` prepare chains of up to `num_steps` tokens; return whether `draw_chain` may be called."""
         ...
 
     def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
-        """Launch all passes of some chains at once; None if they must be launched one by one.
+        """Launch all passes of some chains at once; return None if they must be launched pass by pass.
 
-        Returns:
-            [rows, passes] tokens, on the host after `wait`, and each pass's ranking, if tokens are to be ranked.
+        The result is [rows, passes] tokens, on the host after `wait`, and each pass's ranking, if tokens are ranked.
         """
         ...
 
@@ -92,51 +89,40 @@ class Backend(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a launched pass is not over."""
+        """Whether a launched pass is still running."""
         ...
 
     @property
     def compiling(self) -> list[CompileProgress]:
-        """How far each model is that is compiled in the background now."""
+        """Progress of the models that are being compiled in the background."""
         ...
 
     def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0, depth: int = 0) -> KVTensors:
-        """Allocate a KV cache for this model; `num_blocks` includes block 0.
+        """Allocate a KV cache; raise ModelError if a CPU's memory has no room for it.
 
-        Args:
-            num_slots: what the kind of cache keeps beside blocks, slot 0 included; see `PassExtras`.
-            depth: the most draft tokens of a row.
-
-        Raises:
-            ModelError: a CPU's memory has no room for it.
+        Block 0 and slot 0, which are for padding, are included in the numbers; see `PassExtras` for slots. `depth` is
+        the most draft tokens of a row.
         """
         ...
 
     def beside(self, part: Part, kv: KVTensors) -> "tuple[Backend, KVTensors]":
-        """Return the backend of another model in this one's process, and its view of the KV cache.
+        """Return the backend of another model, and its view of `kv`; both share this backend's memory.
 
-        Both share their memory with this backend and `kv`; `warm_up` prepares their passes, too.
-
-        Args:
-            part: returns the other model: this one's first layers, or the head that is loaded with it.
-
-        Raises:
-            ModelError: there is no such part.
+        `part` returns that model (this model's first layers, or its head), or raises ModelError.
         """
         ...
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Start preparing faster passes; call this once all models and KV caches are allocated, and all chains planned.
+        """Start preparing faster passes, once all models and KV caches are allocated, and all chains planned.
 
-        Args:
-            compile_missing: whether to compile missing packages in the background.
+        This includes the models of `beside`. Without `compile_missing`, only cached packages are used.
         """
         ...
 
     def enter_thread(self) -> None:
-        """Make this thread ready to run passes; it need not be the one that loaded the model."""
+        """Prepare this thread for running passes; another thread may have loaded the model."""
         ...
 
     def close(self) -> None:
-        """Free what a rank must free before it leaves the others, and leave them; no pass may follow."""
+        """Free graphs and buffers, and leave the other ranks; no pass may follow."""
         ...

@@ -31,11 +31,7 @@ _ACTIVATION_COPIES = 6
 def footprint(
     source: ModelSource, engine: EngineConfig, *, dtype: torch.dtype, bytes_per_weight: int, world_size: int = 1
 ) -> Footprint:
-    """Return the footprint of a model, or of one of its ranks, without loading it.
-
-    Raises:
-        ModelError: there is no such model, or it cannot be served.
-    """
+    """Return a model's footprint on each rank, without loading it; raise ModelError if it cannot be served."""
     configuration = source.loaded_configuration
     check_quantization(source, world_size)
     weight_bytes = _weight_bytes(source, dtype, bytes_per_weight, world_size)
@@ -55,7 +51,7 @@ def footprint(
 def with_head(
     target: Footprint, head: HeadConfig, weight_bytes: int, engine: EngineConfig, dtype: torch.dtype, kv: torch.dtype
 ) -> Footprint:
-    """Return the footprint of a rank of the target with a whole head, whose keys are `kv`; a pure function."""
+    """Add a whole head, whose cached keys and values are `kv`, to the footprint of a rank of its target."""
     shape, width = kv_shape(head.layers, 1), len(head.taps) * head.target_hidden_size
     return replace(
         target,
@@ -84,7 +80,7 @@ def of_weights(
     shape = kv_shape(model_config, world_size)
     max_model_len = min(engine.max_model_len or longest, longest)
     state_shapes, state_chunk = planned_states(model_config)
-    num_tokens = engine.max_num_batched_tokens + state_chunk  # a chunk may exceed what is left of the budget
+    num_tokens = engine.max_num_batched_tokens + state_chunk  # a chunk may exceed the rest of the budget
     num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
     inner = getattr(text, "intermediate_size", None) or getattr(text, "d_ff", None) or 4 * text.hidden_size
     # Where scores are biased by distance, each head has its own mask.
@@ -120,9 +116,9 @@ def _weight_bytes(source: ModelSource, dtype: torch.dtype, bytes_per_weight: int
     total = 0
     for key, weight in mapped_tensors(source):
         name = names.parameter(key) if names else key
-        layer, _, kind = name.rpartition(".")
+        layer, _, parameter = name.rpartition(".")
         style = style_of(plan, layer) or style_of(plan, name)
-        is_whole = style is None or (style == ROWS and kind == "bias") or kind == "down_proj_bias"
+        is_whole = style is None or (style == ROWS and parameter == "bias") or parameter == "down_proj_bias"
         size = weight.numel() * (weight.element_size() if weight.dtype in PACKED else bytes_per_weight)
         total += quantized.get(name, size if is_whole else size // world_size)
     return total
@@ -131,7 +127,6 @@ def _weight_bytes(source: ModelSource, dtype: torch.dtype, bytes_per_weight: int
 def _packed_bytes(
     source: ModelSource, module: nn.Module, plan: dict[str, str], bytes_per_weight: int, world_size: int
 ) -> int:
-    """Return the memory of a rank's weights, by loading packed ones on the meta device."""
     load_packed(source, module, FileNames(module), torch.float32, torch.device("meta"))
     for name, child in list(module.named_modules()):
         if name.endswith(EXPANDING):
@@ -140,9 +135,9 @@ def _packed_bytes(
     buffers = [(name, tensor) for name, tensor in module.named_buffers() if name.rpartition(".")[0] in layers]
     total = 0
     for name, tensor in [*module.named_parameters(), *buffers]:
-        layer, _, kind = name.rpartition(".")
+        layer, _, parameter = name.rpartition(".")
         style = style_of(plan, layer)
         is_whole = style is None or (style == ROWS and (tensor.dim() == 1 or tensor.shape[1] == 1))
-        size = tensor.nbytes if layer in layers and kind != "bias" else tensor.numel() * bytes_per_weight
+        size = tensor.nbytes if layer in layers and parameter != "bias" else tensor.numel() * bytes_per_weight
         total += size if is_whole else size // world_size
     return total

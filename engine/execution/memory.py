@@ -1,10 +1,7 @@
-"""The memory plan: how many KV blocks and state slots the workers on a device get, decided before any of them loads.
+"""The memory plan: how many KV blocks and state slots each worker on a device gets, before any worker loads.
 
-Draft and target may share a device, and target ranks on CPUs share one memory. Weights and workspace come first; a
-fraction of the rest goes to KV blocks, the same number for draft and target. If there are linear layers, their states
-take at most half of that: one slot per request, whatever its length, and cached ones.
-
-The Router calls this and does not import torch, so neither does this file.
+Weights and workspace come first. A fraction of the rest goes to KV blocks, the same number for draft and target; the
+states of linear layers take at most half of that fraction. The Router imports this file, so it must not import torch.
 """
 
 from collections.abc import Sequence
@@ -18,8 +15,8 @@ GPU_FRACTION = 0.9
 CPU_FRACTION = 0.5
 """Default fractions of the remaining memory for KV blocks; a CPU's is lower, because other processes share it."""
 SCRIPT_TOKENS = 256
-"""Tokens for each of `max_num_seqs` requests that the KV blocks of an `LLM` on a CPU hold by default, or one request of
-full length, if that has more tokens: a notebook needs the rest of the memory."""
+"""Tokens per request in the default KV cache of an `LLM` on a CPU, because a notebook needs the rest of the memory. The
+cache always has room for a request of full length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Survey:
 
 
 class CacheSize(NamedTuple):
-    """The KV blocks of a worker, without block 0, and the slots of its states, if it has any, without slot 0."""
+    """The KV blocks and state slots of a worker, without block 0 and slot 0."""
 
     num_blocks: int
     num_states: int
@@ -59,13 +56,13 @@ class CacheSize(NamedTuple):
 def plan_cache(
     free_bytes: int, workers: Sequence[Footprint], config: EngineConfig, *, device: str, is_script: bool = False
 ) -> CacheSize:
-    """Return how many KV blocks and state slots each worker on a device gets; a pure function.
+    """Return how many KV blocks and state slots each worker on a device gets.
 
     Args:
         free_bytes: free memory of the device before any worker has loaded.
+        workers: all workers of the device: ranks of the target, and the draft if it shares the device.
         device: identifies the device; "cpu" is the node's memory.
-        workers: all workers that will load there: the target's ranks, and the draft if it is on this device.
-        is_script: the workers are those of an `LLM`; see `SCRIPT_TOKENS`, which `memory_fraction` overrides.
+        is_script: whether an `LLM` runs the workers; see `SCRIPT_TOKENS`.
 
     Raises:
         ModelError: the models do not fit, or leave no room for a request of full length, or for a state per request.
@@ -104,8 +101,8 @@ def plan_cache(
             "or max_num_batched_tokens, or raise memory_fraction"
         )
     if is_script and device == "cpu" and config.memory_fraction is None:
-        each = -(-(SCRIPT_TOKENS + config.num_speculative_tokens) // config.block_size)
-        affordable = min(affordable, max(blocks_per_request, each * config.max_num_seqs))
+        blocks_per_script_request = -(-(SCRIPT_TOKENS + config.num_speculative_tokens) // config.block_size)
+        affordable = min(affordable, max(blocks_per_request, blocks_per_script_request * config.max_num_seqs))
     return CacheSize(min(affordable, blocks_per_request * config.max_num_seqs), num_states)
 
 

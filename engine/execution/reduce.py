@@ -1,8 +1,7 @@
-"""Reducers over torch.distributed: sums in rank order by moving parts, or in the GPUs' symmetric memory.
+"""Reducers over torch.distributed, which sum over ranks in rank order.
 
-NCCL's and gloo's own sums add in an order that depends on an element's place and on the message's size, so a token's
-bits would depend on the batch. Here the backend moves parts and each rank adds them itself, rank 0's first. So neither
-NCCL_ALGO nor NCCL_PROTO needs to be pinned.
+NCCL's and gloo's own sums add in an order that depends on the message's size, so a token's bits would depend on the
+batch. Here the backend only moves tensors, and each rank adds them itself, rank 0's first.
 """
 
 import functools
@@ -18,9 +17,9 @@ from torch import Tensor
 from engine.models.layers.reducer import Reducer, is_alone
 
 ONE_SHOT_BYTES = 1 << 20
-"""Bytes up to which every rank adds all parts whole; of larger tensors, each adds one slice, and they share these."""
+"""Up to this size every rank sums whole tensors; of a larger tensor, each rank sums one slice and shares it."""
 _SYMMETRIC_SIZES = (2, 4, 8)
-"""Numbers of ranks for which torch's kernels add in rank order; for others, each rank begins with its own part."""
+"""Numbers of ranks for which torch's kernels for symmetric memory add in rank order."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class RankOrderReducer:
         self._group, self._device = group, device
 
     def prepare(self, max_tokens: int, width: int) -> None:
-        """Sum one tensor of each kind: NCCL connects ranks at their first messages, which no graph can record."""
+        """Sum a small and a large tensor: NCCL connects ranks at their first messages, which no graph can record."""
         for numel in (1, ONE_SHOT_BYTES // 4 + 1):
             self.sum(torch.zeros(numel, device=self._device))
 
@@ -60,32 +59,29 @@ class RankOrderReducer:
         return not self.max(torch.tensor([not ok], dtype=torch.int64, device=self._device)).any()
 
     def close(self) -> None:
-        """Leave the world, if this process is in one."""
+        """Leave the process group, if this process has joined it."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _all_gather(self, part: Tensor) -> Tensor:
-        """Return [world_size, *shape]. torch's functions for this change their names; the group's methods do not."""
         if is_alone():
             return torch.stack([part] * self.world_size)
         parts = part.new_empty(self.world_size * part.numel())
+        # The group's methods keep their names; torch's functions do not.
         self._group._allgather_base(parts, part.flatten()).wait()
         return parts.view(self.world_size, *part.shape)
 
 
 class SymmetricReducer(RankOrderReducer):
-    """Sums float32 tensors by kernels that read the other GPUs' buffers; combines all else as its base does.
-
-    Until `prepare`, and where symmetric memory is not to be had, its sums are its base's, with the same bits.
-    """
+    """Sums float32 tensors in the GPUs' symmetric memory, once `prepare` has found that the bits are the same."""
 
     _buffer: Tensor | None = None
 
     def prepare(self, max_tokens: int, width: int) -> None:
-        """Allocate the buffer, and use it if all ranks can and its sums of random parts are those in rank order."""
+        """Allocate the buffer; use it if all ranks can, and if its sums of random tensors are in rank order."""
         super().prepare(max_tokens, width)
         problem, size = "", max_tokens * width
-        # No rank may wait for another that has failed: neither to meet it, nor for its part of a sum.
+        # The ranks agree before each step that needs all of them, so that none waits for a rank that has failed.
         try:
             buffer = symm_mem.empty(size, dtype=torch.float32, device=self._device)
             generator = torch.Generator(self._device).manual_seed(self.rank)
@@ -119,12 +115,12 @@ class SymmetricReducer(RankOrderReducer):
         if partial.nbytes <= ONE_SHOT_BYTES:
             total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(staged, partial.contiguous(), "sum", name)
             return total
-        # A rank writes to others' buffers only after all have begun this sum, so after they have cloned the last one.
+        # Ranks write to each other's buffers once all have begun this sum, so all have cloned the previous sum.
         summed: Tensor = torch.ops.symm_mem.two_shot_all_reduce_(staged.copy_(partial), "sum", name)
         return summed.clone()
 
     def close(self) -> None:
-        """Free the buffer and leave the world."""
+        """Free the buffer and leave the process group."""
         self._buffer = None
         super().close()
 
@@ -136,5 +132,4 @@ def make_reducer(rank: int, world_size: int, group: Any, device: torch.device) -
 
 
 def _add(parts: Tensor) -> Tensor:
-    """Return the sum of parts [world_size, ...], rank 0's first."""
     return functools.reduce(torch.add, parts.unbind())

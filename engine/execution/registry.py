@@ -1,4 +1,4 @@
-"""The backend registry: the backend of a device, and a survey of its memory."""
+"""The backend registry: makes the backend of a device, and surveys the device's memory."""
 
 import os
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from engine.models.loader import resolve_device, resolve_dtype
 from engine.models.source import ModelSource
 
 WRAPPER = "PACELINE_BACKEND"
-"""The environment variable that names a function, as `module:function`. Every loaded backend is handed to it, and what
-it returns is used instead: benches replace a part of the hardware so, in all processes that load a model."""
+"""Environment variable `module:function`. The function gets every loaded backend and returns its replacement, so that
+benches can simulate hardware in all processes that load a model."""
 
 
 def make_backend(
@@ -28,7 +28,7 @@ def make_backend(
     invariant: bool = True,
     branches: Sequence[int] = (),
 ) -> Backend:
-    """Return the backend of a loaded model's device; `invariant` and `branches` are those of `CudaBackend`.
+    """Return the backend of a loaded model's device; see `CudaBackend`, and `graphs.shapes` for `branches`.
 
     Raises:
         ConfigError: the environment names no function.
@@ -52,11 +52,7 @@ def make_backend(
 
 @names_model
 def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) -> Survey:
-    """Measure a worker's device and model for the memory plan.
-
-    Raises:
-        ModelError: there is no such device or model, or the free memory cannot be read.
-    """
+    """Measure a worker's device and model for the memory plan; raise ModelError if they cannot be measured."""
     device = resolve_device(source.config.device)
     dtype = resolve_dtype(source.config.dtype, device)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The folder of the cache, and temporary folders, which the next process removes if theirs is killed."""
+"""The cache folder, and temporary folders; after a kill, the next process removes the killed process's folder."""
 
 import os
 import shutil
@@ -11,16 +11,13 @@ CACHE_VARIABLE = "PACELINE_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """Return the folder of what this machine has compiled and found out."""
+    """Return the folder that keeps compiled code and measurements on this machine."""
     root = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "paceline"
     return Path(root).expanduser()
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a new temporary folder, which only this user may enter.
-
-    First remove those whose processes have ended without removing them: workers are killed at any moment.
-    """
+    """Return a new temporary folder for this user only; first remove the folders of processes that were killed."""
     prefix = f"paceline-{_process_namespace()}-"
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         process_id = folder.name.removeprefix(prefix).partition("-")[0]

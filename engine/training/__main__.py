@@ -65,7 +65,6 @@ def _add_training(parser: argparse.ArgumentParser, steps: int, batch_tokens: int
 
 
 def _options(kind: type[Any], arguments: argparse.Namespace, **more: Any) -> Any:
-    """Return the options among the arguments, which have the names of the fields."""
     names = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in vars(arguments).items() if name in names} | more)
 
@@ -155,9 +154,9 @@ def _run_evaluate(arguments: argparse.Namespace, console: Console) -> None:
         measured = evaluation.evaluate(arguments.target, arguments.draft, prompts, arguments.corpus, arguments.head)
         if arguments.compare or arguments.head or arguments.self_layers:
             tasks = evaluation.read_tasks(arguments.prompts)
-            found = comparison.candidates(arguments.draft, arguments.head, arguments.self_layers)
+            candidates = comparison.candidates(arguments.draft, arguments.head, arguments.self_layers)
             how = arguments.k, arguments.temperature, CONTINUATION_TOKENS
-            served = [comparison.measure(arguments.target, settings, tasks, *how) for settings in found]
+            served = [comparison.measure(arguments.target, settings, tasks, *how) for settings in candidates]
     evaluation.show(measured, arguments.k, Console())
     if served is not None:
         comparison.show(served, arguments.k, arguments.temperature, arguments.price, Console())

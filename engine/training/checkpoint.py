@@ -1,7 +1,4 @@
-"""Writes checkpoints and model directories so that a kill, a full disk or Ctrl-C leaves the last good ones.
-
-Every file is written under another name and then renamed.
-"""
+"""Writes checkpoints and model directories; a kill, a full disk or Ctrl-C leaves the last good files."""
 
 import contextlib
 import io
@@ -27,7 +24,7 @@ class TrainingError(PacelineError):
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: `path` holds either the old bytes or the new ones."""
+    """Write a file atomically: after a crash, `path` holds the old bytes or the new bytes."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,10 +42,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Checkpointer:
-    """Saves and restores the state of a run: weights, optimizer state and step.
-
-    `settings` are the options that determine the result; a checkpoint made with other settings is refused.
-    """
+    """Saves and restores a run's weights, optimizers and step; refuses checkpoints of runs with other `settings`."""
 
     folder: Path
     settings: dict[str, Any]
@@ -73,7 +67,7 @@ class Checkpointer:
         write_whole(self.path, buffer.getbuffer().tobytes())
 
     def restore(self) -> int:
-        """Load the checkpoint if there is one, and return its number of steps."""
+        """Load the checkpoint, if it exists, and return its number of steps, or else 0."""
         if not self.path.exists():
             return 0
         try:
@@ -91,7 +85,7 @@ class Checkpointer:
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Convert a model to bfloat16 and write it: complete in a temporary folder first, then moved to `folder`."""
+    """Write a model in bfloat16: complete in a temporary folder first, then moved to `folder`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as partial:

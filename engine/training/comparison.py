@@ -1,4 +1,4 @@
-"""Compares everything that can draft for a target on one's own prompts, one request at a time, as the engine serves it.
+"""Compares everything that can draft for a target on given prompts, one request at a time, as the engine serves it.
 
 Each candidate generates the same texts with drafts of k tokens, so their times differ by drafting alone.
 """
@@ -21,12 +21,7 @@ PLAIN = {"drafting": "none", "draft_model": "none"}
 
 @dataclass
 class Served:
-    """The measurements of one candidate; `settings` are those that serve it.
-
-    Attributes:
-        lengths: mean acceptance length by task.
-        megabytes: of weights, besides the target's.
-    """
+    """The measurements of a candidate that is served with `settings`; `lengths` are mean acceptance lengths by task."""
 
     settings: Mapping[str, Any]
     per_position: list[float]
@@ -37,15 +32,13 @@ class Served:
 
     @property
     def name(self) -> str:
-        """The settings, as they are written on the command line of `serve`."""
+        """The settings, as for the command line of `serve`."""
         shown = {name: value for name, value in self.settings.items() if name != "draft_model" or value != "none"}
         return " ".join(f"{name}={value}" for name, value in shown.items())
 
 
 @dataclass
 class _Stopwatch:
-    """Times the calls of a drafter's method, whichever of the two kinds of drafters it is."""
-
     times: list[float] = field(default_factory=list)
 
     def around(self, drafter: Any) -> None:
@@ -68,15 +61,15 @@ class _Stopwatch:
 
 
 def candidates(draft: Path | None, heads: Sequence[Path], self_layers: int) -> list[dict[str, Any]]:
-    """Return the settings of plain decoding and of each method that can draft; no layers is no self-draft."""
-    found: list[dict[str, Any]] = [dict(PLAIN)]
+    """Return the settings of plain decoding and of each method that can draft; 0 layers is no self-draft."""
+    settings: list[dict[str, Any]] = [dict(PLAIN)]
     if draft is not None:
-        found.append({"drafting": "model", "draft_model": str(draft)})
-    found += [{"drafting": "head", "draft_model": str(head)} for head in heads]
-    found.append({"drafting": "suffix", "draft_model": "none"})
+        settings.append({"drafting": "model", "draft_model": str(draft)})
+    settings += [{"drafting": "head", "draft_model": str(head)} for head in heads]
+    settings.append({"drafting": "suffix", "draft_model": "none"})
     if self_layers:
-        found.append({"drafting": "self", "draft_model": "none", "self_draft_layers": self_layers})
-    return found
+        settings.append({"drafting": "self", "draft_model": "none", "self_draft_layers": self_layers})
+    return settings
 
 
 def measure(
@@ -87,7 +80,7 @@ def measure(
     temperature: float,
     num: int,
 ) -> Served:
-    """Generate `num` tokens after the prompts of each task, and return what drafting did for them."""
+    """Generate `num` tokens after the prompts of each task, and measure acceptance and times."""
     llm = LLM(target, speculation="fixed", num_speculative_tokens=k, max_num_seqs=1, **settings)
     stopwatch, engine = _Stopwatch(), llm.engine
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=num)
@@ -116,7 +109,7 @@ def measure(
 
 
 def show(served: Sequence[Served], k: int, temperature: float, price: float | None, console: Console) -> None:
-    """Print a row per candidate and, in words, the one to serve; the first is plain decoding."""
+    """Print a row per candidate, of which plain decoding is the first, and the fastest candidate's settings."""
     table = Table(title=f"Served one request at a time, k = {k}, temperature {temperature:g}")
     tasks = list(served[0].lengths)
     by_task = tasks if len(tasks) > 1 else []
@@ -124,16 +117,16 @@ def show(served: Sequence[Served], k: int, temperature: float, price: float | No
     table.add_column("drafting", no_wrap=True)
     for heading in [*headings, *(["cost/M"] if price is not None else [])]:
         table.add_column(heading, justify="right")
-    for one in served:
-        rates = [f"{rate:.3f}" for rate in one.per_position] + [""] * (k - len(one.per_position))
-        cells = [*rates, f"{1 + sum(one.per_position):.2f}", *(f"{one.lengths[task]:.2f}" for task in by_task)]
-        cells += [f"{one.draft_ms:.2f}", f"{one.megabytes:.1f}", f"{one.token_ms:.2f}"]
-        cells.append(f"{served[0].token_ms / one.token_ms:.2f}")
+    for row in served:
+        rates = [f"{rate:.3f}" for rate in row.per_position] + [""] * (k - len(row.per_position))
+        cells = [*rates, f"{1 + sum(row.per_position):.2f}", *(f"{row.lengths[task]:.2f}" for task in by_task)]
+        cells += [f"{row.draft_ms:.2f}", f"{row.megabytes:.1f}", f"{row.token_ms:.2f}"]
+        cells.append(f"{served[0].token_ms / row.token_ms:.2f}")
         if price is not None:
-            cells.append(f"{price * one.token_ms / 3.6:.3f}")
-        model, layers = (one.settings.get(name) for name in ("draft_model", "self_draft_layers"))
-        short = f"{one.settings['drafting']} {layers or ''}{'' if model == 'none' else Path(str(model)).name}"
+            cells.append(f"{price * row.token_ms / 3.6:.3f}")
+        model, layers = (row.settings.get(name) for name in ("draft_model", "self_draft_layers"))
+        short = f"{row.settings['drafting']} {layers or ''}{'' if model == 'none' else Path(str(model)).name}"
         table.add_row(short.strip(), *cells)
     console.print(table)
-    best = min(served, key=lambda one: one.token_ms)
+    best = min(served, key=lambda row: row.token_ms)
     console.print(f"serve: {best.name}", highlight=False, soft_wrap=True)

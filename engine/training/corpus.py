@@ -1,7 +1,6 @@
 """Corpus: reads plain-text files, splits them into training and held-out pieces, and makes batches of token ids.
 
-The split depends on the text alone: documents are cut at paragraphs into pieces of about 8,192 characters, and every
-fiftieth piece is held out. Nothing is random, so all runs, and `evaluate` later, hold out the same text.
+The split depends on the text alone, so all runs, and `evaluate` later, hold out the same text.
 """
 
 import gzip
@@ -76,10 +75,7 @@ def _cut(document: str) -> Iterator[Piece]:
 
 
 def as_dialogue(text: str) -> list[list[dict[str, str]]]:
-    """Turn a piece into exchanges: the user writes a paragraph, the assistant continues.
-
-    The corpus has no conversations, and without these exchanges the role tokens would stay untrained.
-    """
+    """Turn a piece into exchanges of user and assistant, because the corpus has none to train the role tokens."""
     paragraphs = text.split("\n\n")
     exchanges = []
     while len(paragraphs) >= 2:
@@ -110,10 +106,9 @@ def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> torch.
 
 @dataclass(frozen=True)
 class Batches:
-    """A corpus as an endless, shuffled sequence of batches; batch i is a function of i alone.
+    """A corpus as an endless, shuffled sequence of batches; batch i depends on i alone, so a resumed run repeats it.
 
-    There is no state to save, so a resumed run equals an uninterrupted one. Each epoch cuts the tokens at a new offset,
-    so windows do not repeat.
+    Each epoch cuts the tokens at a new offset, so windows do not repeat.
     """
 
     tokens: torch.Tensor

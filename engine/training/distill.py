@@ -1,7 +1,7 @@
 """`distill`: trains a draft to be accepted by a target.
 
 The draft learns the target's next-token distribution (forward KL divergence) on the corpus and on text that the target
-generated, because that is the text it will draft.
+generated, which is the text that it will draft.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ HELD_OUT_PROMPTS = 32
 CONTINUED = "continued.safetensors"
 REPORT_K = 4
 LONG_EVERY = 16
-"""Every such batch has rows of full context length, so that the draft stays useful in long chats."""
+"""Period of batches whose rows have full context length, so that the draft stays useful in long chats."""
 _GENERATION_BATCH = 64
 
 
@@ -64,7 +64,7 @@ def distill(
     plan: Plan,
     console: Console,
 ) -> None:
-    """Distil the target into a draft, a loaded or a new one, and write it to `output`."""
+    """Distil the target into a loaded or new draft, and write it to `output`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = load_model(target_folder, device)
     if isinstance(draft, Size):
@@ -111,7 +111,6 @@ def continue_held_out(
 def _task(
     target: PreTrainedModel, draft: PreTrainedModel, tokens: Tensor, continued: Tensor | None, options: DistillOptions
 ) -> Task:
-    """Return the divergence on batches that are half corpus text, half text that the target generated."""
     context = min(target.config.max_position_embeddings, draft.config.max_position_embeddings, len(tokens) - 1)
     # The models themselves stay eager for measuring, where lengths vary.
     functions: list[Any] = [target, draft, divergence]
@@ -137,7 +136,7 @@ def _task(
 def mixed_batches(
     tokens: Tensor, continued: Tensor | None, options: DistillOptions, context: int
 ) -> Callable[[int], Tensor]:
-    """Return the batch of a step: half corpus text, half text that the target generated, and sometimes long rows."""
+    """Return a function that maps a step to its batch: half corpus text, half the target's text, or long rows."""
     length = min(options.length, context)
     num_rows = max(1, options.batch_tokens // length // (1 if continued is None else 2))
     corpus = Batches(tokens, length, num_rows, options.seed)
@@ -157,7 +156,7 @@ def mixed_batches(
 def continue_training_text(
     target: PreTrainedModel, tokens: Tensor, output: Path, options: DistillOptions, console: Console
 ) -> Tensor:
-    """Continue windows of the training text with the target, [continuations, length + 1]; a resumed run reads them."""
+    """Return the target's continuations of training text, [continuations, length + 1]; a resumed run reads them."""
     path = output / CONTINUED
     if path.exists():
         return safetensors.torch.load_file(path)["tensor"]

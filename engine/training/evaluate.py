@@ -3,9 +3,8 @@
 `c` is t_draft / t_target, `alpha` the probability that a draft token is accepted, `k` the number of draft tokens.
 
 - Leviathan, Kalman and Matias (https://arxiv.org/abs/2211.17192), Theorem 3.8, assumes that tokens are accepted
-  independently, and that a target pass over k + 1 tokens takes as long as a pass over one.
-- The run-ahead bound assumes that drafting is hidden behind the target's pass while k + 1 draft steps fit into it. So
-  running ahead is at most 1 + k c times as fast as drafting in turn.
+  independently, and that a target pass over k + 1 tokens takes as long as over one token.
+- The run-ahead bound assumes that the target's pass hides drafting while k + 1 draft steps fit into it.
 """
 
 import json
@@ -51,7 +50,7 @@ _REPEATS = 50
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The measurements of a pair: acceptance by temperature, milliseconds of a step, nats per token."""
+    """The measurements of a pair: acceptance by temperature, milliseconds per step, nats per token."""
 
     acceptance: dict[float, Acceptance]
     t_draft_ms: float
@@ -81,7 +80,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_tasks(path: Path) -> dict[str, list[str]]:
-    """Read prompts by the `task` of their JSON line; those without one, and plain text, are the task "all"."""
+    """Read prompts by the `task` of their JSON line; prompts without a task are the task "all"."""
     tasks: dict[str, list[str]] = {}
     is_json, text = path.suffix == ".jsonl", read_text(path)
     names = [json.loads(line).get("task", "all") for line in text.splitlines() if line.strip()] if is_json else []
@@ -118,19 +117,13 @@ def evaluate(
 
 
 def decode_step_ms(folders: list[Path]) -> list[float]:
-    """Return the median time of 50 decode steps after 256 tokens, for each model.
-
-    Models take turns, so that other load on the machine affects all of them alike and leaves their ratio. A model that
-    `python -m engine.execution.cpu` has compiled runs compiled, as when it is served.
-    """
+    """Return each model's median decode step after 256 tokens; models take turns, so other load slows all alike."""
     steps = [_DecodeStep(folder) for folder in folders]
     times = [[step.time_ms() for step in steps] for _ in range(_REPEATS)]
     return [statistics.median(step_times) for step_times in zip(*times, strict=True)]
 
 
 class _DecodeStep:
-    """A model with a filled KV cache and the batch of the next token."""
-
     def __init__(self, folder: Path) -> None:
         source = open_model(ModelConfig(str(folder), compile="auto"))
         self.backend = make_backend(loader.load_model(source), source)
@@ -213,7 +206,9 @@ def write_json(evaluation: Evaluation, k: int, path: Path) -> None:
     figures: dict[str, object] = {
         "temperatures": by_temperature(evaluation.acceptance),
         **(
-            {"heads": {name: by_temperature(one) for name, one in evaluation.heads.items()}} if evaluation.heads else {}
+            {"heads": {name: by_temperature(head) for name, head in evaluation.heads.items()}}
+            if evaluation.heads
+            else {}
         ),
         "t_draft_ms": round(evaluation.t_draft_ms, 4),
         "t_target_ms": round(evaluation.t_target_ms, 4),

@@ -1,11 +1,10 @@
-"""`head`: trains a head to draft for a target, from the outputs of the target's layers, which are computed on the way.
+"""`head`: trains a head to draft for a target from the outputs of the target's layers.
 
 EAGLE-3 and DFlash learn the target's distribution (forward KL divergence). DSpark reduces the total variation, which
-bounds how often two draws with the same noise differ, and learns its confidence: 1 minus that.
+bounds how often two draws with the same noise differ, and learns its confidence: 1 minus that variation.
 
-A head is unrolled over texts: it drafts at many places at once, each time after the text's true tokens. While a draft
-is accepted, its tokens are those of the text. So these are the very logits of serving up to the first rejected token,
-and what `measured_acceptance` says of a draft model holds: one unrolling decides all rounds.
+A head is unrolled over texts: it drafts from many places at once, each time after the text's true tokens. Up to the
+first rejected token these are the logits of serving, so one unrolling decides all rounds, as in `measured_acceptance`.
 """
 
 import math
@@ -43,7 +42,7 @@ EAGLE_DECAY = 0.8
 """Weight of a pass of the training-time test, relative to the pass before it."""
 VARIATION_WEIGHT = 0.9
 TEMPERATURES = (1.0, 0.7, 1.0, 0.4)
-"""The rows of a batch are compared at these temperatures in turn, because drafts are drawn at any."""
+"""Compared in turn over the rows of a batch, because drafts are drawn at any temperature."""
 _START_ROWS = 64
 
 
@@ -83,12 +82,7 @@ def train_head(
     plan: Plan,
     console: Console,
 ) -> None:
-    """Train a head and write it to `output`.
-
-    Args:
-        start: a head to go on from.
-        draft: a draft model to start from.
-    """
+    """Train a head, which may start from a head (`start`) or a draft model (`draft`), and write it to `output`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = load_model(target_folder, device)
     corpus = read_corpus(paths)
@@ -117,7 +111,7 @@ def train_head(
     checkpointer = Checkpointer(output, asdict(options), head, make_optimizers(head, options.lr_scale))
 
     def report(when: str) -> None:
-        measured = {some.temperature: head_acceptance(head, target, some, REPORT_K) for some in held_out}
+        measured = {text.temperature: head_acceptance(head, target, text, REPORT_K) for text in held_out}
         console.print(acceptance_table(measured, REPORT_K, f"acceptance on held-out prompts, {when}, k = {REPORT_K}"))
 
     if not checkpointer.path.exists():
@@ -132,17 +126,17 @@ def train_head(
 
 
 def add_confidence(head: Head) -> None:
-    """Add DSpark's confidence head, which serving does not read, and let passes keep the vectors that it reads."""
-    config, part = head.config, nn.Module()
+    """Add DSpark's confidence head, which only training reads, and let passes keep its input vectors."""
+    config, confidence = head.config, nn.Module()
     device = head.get_parameter("fc.weight").device
-    part.proj = nn.Linear(config.layers.hidden_size + config.markov_rank, 1, device=device)
-    head.confidence_head = part
+    confidence.proj = nn.Linear(config.layers.hidden_size + config.markov_rank, 1, device=device)
+    head.confidence_head = confidence
     markov: Any = head.get_submodule("markov_head")
     markov.reads_hidden = True
 
 
 def loss_of(head: Head, target: PreTrainedModel, options: HeadOptions) -> Any:
-    """Return the loss of rows [rows, length + 1] as a function."""
+    """Return the loss function of rows [rows, length + 1]."""
     config = head.config
     num_places = min(config.max_draft_tokens, options.shape.block_size)
     weights = weights_of(config.kind, num_places)
@@ -154,7 +148,7 @@ def loss_of(head: Head, target: PreTrainedModel, options: HeadOptions) -> Any:
         device = head.get_parameter("fc.weight").device
         token_ids = rows[:, :-1].contiguous().to(device)
         length = token_ids.shape[1]
-        # Each token of the target is drafted about once; which starts a step has depends on its text alone.
+        # Each token is drafted about once; the starts depend on the text alone.
         first = 1 + int(token_ids.sum()) % num_places
         if length - num_places < first:
             raise TrainingError(f"rows of {length} tokens are too short for drafts of {num_places}")
@@ -186,7 +180,7 @@ class Drafts(NamedTuple):
 
     Attributes:
         logits: [texts, starts, places, vocab] of the token after each place.
-        hidden: [texts, starts, places, hidden] the last hidden vectors; None of a head without a Markov part.
+        hidden: [texts, starts, places, hidden] last hidden vectors; None for a head without a Markov part.
         previous: [texts, starts, places] the true token at each place.
     """
 
@@ -196,7 +190,7 @@ class Drafts(NamedTuple):
 
 
 def unroll(head: Head, token_ids: Tensor, taps: Sequence[Tensor], starts: Tensor, num_places: int) -> Drafts:
-    """Draft at many places at once.
+    """Draft from many places at once.
 
     Args:
         token_ids: [texts, length].
@@ -238,11 +232,7 @@ def unroll(head: Head, token_ids: Tensor, taps: Sequence[Tensor], starts: Tensor
 
 @torch.inference_mode()
 def head_acceptance(head: Head, target: PreTrainedModel, continuations: Continuations, k: int) -> Acceptance:
-    """Draft from every place of the target's continuations, and compare with its text.
-
-    Args:
-        k: draft tokens at most; a block has no more than it was trained for.
-    """
+    """Draft at most `k` tokens from every place of the target's continuations, and compare with its text."""
     k = min(k, head.config.max_draft_tokens)
     rows = []
     for seed, (ids, begin, end) in enumerate(continuations.texts()):

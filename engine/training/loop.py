@@ -30,12 +30,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Task:
-    """The training objective.
-
-    Attributes:
-        batch: returns the token ids of a step, [rows, length + 1], which depend on the step alone.
-        loss: returns the mean loss of rows [rows, length + 1], a scalar.
-    """
+    """The objective: `batch` maps a step to token ids [rows, length + 1]; `loss` maps such rows to their mean loss."""
 
     batch: Callable[[int], torch.Tensor]
     loss: Callable[[torch.Tensor], torch.Tensor]
@@ -56,17 +51,14 @@ class Plan:
             raise TrainingError(f"--steps is {self.steps}; it must be at least 1")
 
     def lr_factor(self, step: int) -> float:
-        """Return the schedule's factor: warm-up, plateau, then linear decay to zero over the last part of the run.
-
-        Nothing before the decay depends on the number of steps, so a resumed run can change it.
-        """
+        """Return the factor of warm-up, plateau or decay; only the decay depends on `steps`, which may change later."""
         left = (self.steps - step) / max(1.0, self.lr_cooldown * self.steps)
         return min(1.0, (step + 1) / self.lr_warmup, left)
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context that computes in bfloat16 where products are then faster: not on CPUs that have no AMX."""
-    # With AVX512-BF16 alone they take up to twice as long as in float32 (oneDNN 3.12, Emerald Rapids).
+    """Return a context that computes in bfloat16 if that is faster: on CPUs, only with AMX."""
+    # With AVX512-BF16 alone, products take up to twice as long as in float32 (oneDNN 3.12, Emerald Rapids).
     is_faster = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.cpu._is_amx_tile_supported()
     return torch.autocast(device.type, torch.bfloat16, enabled=is_faster)
 
@@ -127,10 +119,10 @@ def make_optimizers(model: nn.Module, lr_scale: float = 1.0) -> list[torch.optim
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = ("embed", "lm_head", "markov_w")
     hidden = {name: p for name, p in named.items() if p.ndim == 2 and not any(table in name for table in tables)}
-    rest = [parameter for name, parameter in named.items() if name not in hidden]
+    remaining = [parameter for name, parameter in named.items() if name not in hidden]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(hidden.values(), MUON_LR * lr_scale, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=ADAMW_LR * lr_scale, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(remaining, lr=ADAMW_LR * lr_scale, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:

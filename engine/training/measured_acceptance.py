@@ -2,8 +2,7 @@
 
 The target continues each prompt with the engine's noise. The draft then reads that text and draws at every position
 with the same noise. A draft token is accepted if both drew the same token; the first difference ends the round. Up to
-there, the draft's context equals the target's text. One pass of the draft over the finished text therefore decides all
-rounds, for every k, exactly as the engine would.
+there, the draft's context equals the target's text, so one pass of the draft decides all rounds, for every k.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,12 +35,7 @@ def check_same_vocabulary(target_folder: Path, draft_folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How many tokens of a draft from each place of some continuations on would be accepted.
-
-    Attributes:
-        lengths: per continuation and place.
-        reach: tokens that are judged after each place; the last places of a continuation have no more.
-    """
+    """Accepted lengths of drafts, by continuation and by place; `reach` tokens are judged after each place."""
 
     lengths: Sequence[Sequence[int]]
     reach: int = 1
@@ -53,10 +47,7 @@ class Acceptance:
         return cls([[*run][:0:-1] for run in runs])
 
     def accepted_lengths(self, k: int) -> list[int]:
-        """Return the number of accepted draft tokens of each round.
-
-        A last round that the end of the text cuts short does not count.
-        """
+        """Return the accepted draft tokens of each round, except for a last round that the end of the text cuts."""
         accepted = []
         for row in self.lengths:
             start = 0
@@ -92,14 +83,12 @@ def acceptance_table(measured: Mapping[float, Acceptance], k: int, title: str) -
 
 @dataclass(frozen=True)
 class Continuations:
-    """The target's continuations of some prompts at one temperature.
+    """The target's continuations of some prompts at one temperature, up to `eos_token_id`.
 
     Attributes:
         token_ids: [prompts, length] prompts padded on the left, then the continuations.
         mask: [prompts, length] 0 for padding, else 1.
         num_new: number of columns that the target generated.
-        temperature: 0 is greedy.
-        eos_token_id: ends a continuation.
     """
 
     token_ids: Tensor

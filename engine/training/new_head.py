@@ -27,10 +27,10 @@ class HeadShape:
     """The sizes of a new head.
 
     Attributes:
-        taps: the target's layers that it reads, by the number of layers up to each; none is 2, n / 2 and n - 3 of n.
-        draft_vocab: tokens that it can draft, the most frequent of the text; 0 is all.
+        taps: the target's layers whose outputs it reads, from 1 on; empty for layers 2, n / 2 and n - 3 of n.
+        draft_vocab: tokens that it can draft, the most frequent of the text; 0 for all.
         block_size: places of a block, or passes of EAGLE-3's training-time test.
-        markov_rank: rank of the part of DSpark that depends on the token before.
+        markov_rank: rank of DSpark's part that depends on the previous token.
     """
 
     kind: str = "dspark"
@@ -44,9 +44,7 @@ class HeadShape:
 def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: PreTrainedModel | None = None) -> Head:
     """Make a head whose layers change nothing at first.
 
-    Args:
-        counts: [vocab] how often each token occurs in the text.
-        like: whose layer sizes, embedding and last layer the head gets; none is the target.
+    `counts` [vocab] counts the text's tokens. `like`, by default the target, gives sizes, embedding and last layer.
     """
     like = like or target
     text, model, last = target.config, like.config, like.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -61,7 +59,7 @@ def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: P
         if not lowest <= (value := getattr(shape, name)) <= highest:
             raise TrainingError(f"{name} is {value}; it must be from {lowest} to {highest}")
     is_block, context = kind != "eagle3", text.max_position_embeddings
-    # Layers with a window are causal inside a block: a shorter block than those of training draws the same tokens.
+    # Layers with a window are causal inside a block, so a block shorter than in training draws the same tokens.
     layer_types = ["sliding_attention"] * shape.layers
     window = {"use_sliding_window": True, "sliding_window": context, "layer_types": layer_types}
     config: Any = AutoConfig.for_model(
@@ -75,11 +73,11 @@ def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: P
         **{name: getattr(model, name) for name in _SIZES},
         **(window if is_block else {}),
     )
-    own: dict[str, Any] = {"fc_norm": True, "norm_output": True}
+    of_kind: dict[str, Any] = {"fc_norm": True, "norm_output": True}
     if is_block:
-        own = {"block_size": shape.block_size, "mask_token_id": int(counts.argmin())}
+        of_kind = {"block_size": shape.block_size, "mask_token_id": int(counts.argmin())}
     if kind == "dspark":
-        own |= {"sample_from_anchor": True, "markov_rank": shape.markov_rank, "markov_head_type": "rnn"}
+        of_kind |= {"sample_from_anchor": True, "markov_rank": shape.markov_rank, "markov_head_type": "rnn"}
     head = HEADS[kind](
         HeadConfig(
             kind=kind,
@@ -88,7 +86,7 @@ def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: P
             vocab_size=vocab,
             draft_vocab_size=shape.draft_vocab or vocab,
             target_hidden_size=text.hidden_size,
-            **own,
+            **of_kind,
         ),
         like.get_input_embeddings(),
         last,
@@ -106,7 +104,7 @@ def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: P
 
 
 def save_head(folder: Path, head: Head, target: PreTrainedModel, target_name: str) -> None:
-    """Write a head's weights in bfloat16, without those that it shares with the target, then its configuration."""
+    """Write a head's weights in bfloat16, except weights shared with the target, then its configuration."""
     config = head.config
     shared = {
         "embed_tokens": head.embed_tokens is target.get_input_embeddings(),
@@ -148,14 +146,14 @@ def save_head(folder: Path, head: Head, target: PreTrainedModel, target_name: st
 
 _RIDGE = 1e-2
 _SMALLEST = 0.02
-"""Keys and values that depend less than this on a vector, relative to others, are not fitted."""
+"""Relative size below which singular values of the projections are left out of the fit."""
 
 
 @torch.no_grad()
 def start_from(head: Head, draft: PreTrainedModel, target: PreTrainedModel, token_ids: Tensor) -> None:
-    """Fill a new head of the draft's sizes, on some texts [texts, length]; raise TrainingError if it cannot."""
+    """Fit a new head to a draft of its sizes, on texts [texts, length]; raise TrainingError if it cannot."""
     decoder: Any = draft.get_decoder()  # type: ignore[no-untyped-call]
-    layers, own = list(decoder.layers), list(head.get_submodule("layers").children())
+    layers, head_layers = list(decoder.layers), list(head.get_submodule("layers").children())
     if draft.config.model_type != "llama" or draft.config.attention_bias or not head.drafts_blocks:
         raise TrainingError(f"a {head.config.kind} head cannot start from a draft of type {draft.config.model_type}")
     inputs: list[Tensor] = []
@@ -173,9 +171,9 @@ def start_from(head: Head, draft: PreTrainedModel, target: PreTrainedModel, toke
     head.get_parameter("fc.weight").copy_(fc)
     head.get_parameter("hidden_norm.weight").fill_(float((features @ fc.T).square().mean(-1).sqrt().mean()))
     head.get_parameter("norm.weight").copy_(decoder.norm.weight)
-    for layer, mine, hidden in zip(layers, own, inputs, strict=True):
-        mine.load_state_dict(layer.state_dict(), strict=False)
-        normed: Any = mine.self_attn
+    for layer, head_layer, hidden in zip(layers, head_layers, inputs, strict=True):
+        head_layer.load_state_dict(layer.state_dict(), strict=False)
+        normed: Any = head_layer.self_attn
         for name in ("q", "k"):
             projected = getattr(layer.self_attn, f"{name}_proj")(hidden)
             getattr(normed, f"{name}_norm").weight.fill_(float(projected.square().mean().sqrt()))

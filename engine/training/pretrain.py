@@ -42,7 +42,7 @@ def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pi
 
 
 def pretrain(paths: list[Path], output: Path, options: PretrainOptions, plan: Plan, console: Console) -> None:
-    """Train a tokenizer and a model and write them to `output`."""
+    """Train a tokenizer and a model, and write them to `output`."""
     corpus = read_corpus(paths)
     tokenizer = _tokenizer(corpus, output, options)
     tokens = tokenize(render(corpus.training, tokenizer), tokenizer)
@@ -62,7 +62,6 @@ def pretrain(paths: list[Path], output: Path, options: PretrainOptions, plan: Pl
 
 
 def _task(model: PreTrainedModel, tokens: torch.Tensor, options: PretrainOptions, plan: Plan) -> Task:
-    """Return next-token prediction on short rows first, and on rows of full context length at the end."""
     # The model itself stays eager for measuring, where lengths vary.
     forward = torch.compile(model, dynamic=False) if options.compile else model
     context = min(options.size.context, len(tokens) - 1)

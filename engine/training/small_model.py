@@ -1,4 +1,4 @@
-"""Builds and loads the Llama-architecture models that the tool trains, and trains their tokenizer."""
+"""Builds and loads the Llama models of `pretrain` and `distill`, and trains their tokenizer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ def load_model(folder: Path, device: torch.device | None = None) -> tuple[PreTra
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on texts; every byte is a token, so any input can be encoded and decoded."""
+    """Train a byte-level BPE tokenizer on texts; every byte is a token, so it can encode any input."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [END_OF_TEXT, USER, ASSISTANT]
     if vocab_size < len(alphabet) + len(special):

@@ -49,13 +49,7 @@ class CpuBackend(EagerBackend):
         whole: "CpuBackend | None" = None,
         part: Part = lambda model: model,
     ) -> None:
-        """Pack quantised and exact 16-bit weights, if the model has large layers and its passes can be compiled.
-
-        Passes use at most `num_threads` threads, by default as many as torch.
-
-        Args:
-            whole: the backend whose model this one is a part of; part: returns it.
-        """
+        """Pack the weights; in `beside`, `part` derives this model from the model of the backend `whole`."""
         self._whole, self._part = whole, part
         self._beside: list[CpuBackend] = []
         self._source = source
@@ -83,7 +77,7 @@ class CpuBackend(EagerBackend):
 
     @property
     def compiling(self) -> list[CompileProgress]:
-        """How far this model is, and its first layers that draft; nothing if they are compiled."""
+        """Progress of this model, and of the models beside it, that are not compiled yet."""
         compilers = [backend._compiler for backend in (self, *self._beside)]
         return [progress for compiler in compilers if compiler and (progress := compiler.progress)]
 
@@ -103,8 +97,8 @@ class CpuBackend(EagerBackend):
                     num_layers=self.model.kv_shape.layers,
                     is_self_draft=self._whole is not None and self.model.head is None,
                 )
-        for other in self._beside:
-            other.warm_up(compile_missing=compile_missing)
+        for backend in self._beside:
+            backend.warm_up(compile_missing=compile_missing)
 
     def beside(self, part: Part, kv: KVTensors) -> "tuple[CpuBackend, KVTensors]":
         """Return a part of this model; see `Backend.beside`."""
@@ -122,17 +116,13 @@ class CpuBackend(EagerBackend):
         return kv
 
     def compile(self) -> None:
-        """Compile and load the model's passes; this takes a minute if they are not in the cache.
-
-        Raises:
-            CompileError: the model cannot be compiled here, or its compiled passes compute something else.
-        """
+        """Compile and load the passes (a minute if not cached); raise CompileError if they differ from eager passes."""
         if (reason := self._reason_not_to_compile()) is not None:
             raise CompileError(reason)
         kv, step = self.allocate_kv(16, 16), self._step
         with torch.inference_mode():
             packages.compile_once(self._package, lambda path: packages.compile_step(step, *example(kv), path))
-        # What models share comes last, so that those which are compiled at once do not wait for each other.
+        # The noise, which models share, comes last: models that compile at the same time then need not wait.
         packages.compile_once(packages.noise_path(), packages.compile_noise)
         self._adopt()
 
@@ -177,7 +167,6 @@ class CpuBackend(EagerBackend):
 
     @torch.inference_mode()
     def _adopt(self) -> None:
-        """Load the package and use it, if it agrees with the eager pass on batches of several shapes."""
         started = time.monotonic()
         packages.load_kernels()
         candidate = CompiledForward(self._package, self._step)
@@ -198,22 +187,20 @@ class CpuBackend(EagerBackend):
         logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
 
     def _check_speed(self, candidate: CompiledForward, kv: KVTensors) -> None:
-        """Raise CompileError unless compiled passes over a cache, which may be in use, are faster than eager ones."""
-        batch = build([ForwardRow([1], 0, [0], 1)], kv)  # block 0 is that of padding
+        batch = build([ForwardRow([1], 0, [0], 1)], kv)  # writes to block 0, as the cache may be in use
         torch.set_num_threads(num_threads(self.info.num_parameters, self._max_threads))
         runs = (lambda: candidate(batch), lambda: self.logits(batch))
-        compiled_s, eager_s = (min(timeit.repeat(run, number=1)) for run in runs)  # others may use the cores
+        compiled_s, eager_s = (min(timeit.repeat(run, number=1)) for run in runs)  # other processes may use the cores
         if compiled_s >= eager_s:
             raise CompileError(f"a compiled pass takes {1e3 * compiled_s:.1f} ms, an eager one {1e3 * eager_s:.1f} ms")
 
 
 def bytes_per_weight(dtype: torch.dtype) -> int:
-    """Return a weight's peak memory during loading: float32 weights are packed to 16 bits before they are freed."""
+    """Return the peak bytes of a weight while it loads: float32 weights are freed after they are packed to 16 bits."""
     return dtype.itemsize + (2 if dtype == torch.float32 else 0)
 
 
 def _pack(model: CausalLM) -> None:
-    """Pack layers whose weights are quantised or exact 16-bit numbers, if the C++ library can be loaded."""
     try:
         pack_large_model(model.module, model.info.name, packages.load_kernels)
     except (CompileError, OSError) as error:

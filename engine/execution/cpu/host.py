@@ -1,8 +1,7 @@
 """The host: how many of its threads a pass uses, and how much of its memory is free.
 
-The rule is one thread per 20 million multiplications of a pass, at most the worker's cores. In smaller passes, waking a
-second thread takes longer than it saves. Where OpenMP's threads sleep between products (OMP_WAIT_POLICY=PASSIVE, as in
-served workers, so that idle ones leave their cores to others), waking takes longer, and it is one per 150 million.
+In small passes, waking a second thread takes longer than it saves. It takes even longer where OpenMP's threads sleep
+between products (OMP_WAIT_POLICY=PASSIVE, as in served workers, whose idle threads must leave their cores to others).
 """
 
 import os
@@ -23,10 +22,7 @@ def num_threads(num_multiplications: int, max_threads: int) -> int:
 
 
 def free_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return the machine's available memory, within the container's limit (cgroup v2).
-
-    Inactive file caches of a container count as free.
-    """
+    """Return the memory available within the container's limit (cgroup v2); inactive file caches count as free."""
     available: int = psutil.virtual_memory().available
     limit, usage = cgroup / "memory.max", cgroup / "memory.current"
     if not (limit.exists() and usage.exists()) or (text := limit.read_text().strip()) == "max":

@@ -1,9 +1,8 @@
 """ChainPass: all passes of a draft chain as one recording; between them, nothing comes from the host.
 
-The first pass computes the missing tokens of every row, each later one the token that was drawn before it. Positions,
-slots and limits follow from the rows' lengths and block tables, and every pass has its noise keys. Sampling parameters
-are applied by `row_shaping`. A grammar's masks come from the host, after it has seen the drawn tokens, so a chain with
-a grammar cannot be one recording: it is drawn pass by pass.
+The first pass computes each row's missing tokens, and every later pass the token drawn before it. Positions, slots and
+limits follow from the rows' lengths and block tables. A grammar's masks come from the host after every drawn token, so
+a chain with a grammar is drawn pass by pass.
 """
 
 from typing import NamedTuple
@@ -21,19 +20,13 @@ from engine.models.causal_lm import CausalLM, forward
 from engine.sampling.row_shaping import MAX_BIASED, RowShaping, shaped
 
 FIRST_LENGTH = 3
-"""Tokens of a row that the first pass computes, at most; where a row lacks more, a chain is drawn pass by pass."""
+"""Most tokens of a row in the first pass; if a row lacks more tokens, the chain is drawn pass by pass."""
 STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Passes of a chain; what a shorter chain draws beyond its end is dropped."""
+"""Recorded numbers of passes; tokens that are drawn beyond the end of a shorter chain are dropped."""
 
 
 class ChainShape(NamedTuple):
-    """The size of a chain's passes.
-
-    Attributes:
-        first: the first pass; it has at least two rows, since a layer compiled for one token alone is another one.
-        steps: number of passes, and of tokens that each row draws.
-        num_ranked: see `ChainBatch`; is_shaped: whether sampling parameters are applied.
-    """
+    """The size of a chain's passes; `first` has at least two rows, as layers are compiled differently for one token."""
 
     first: Shape
     steps: int
@@ -42,7 +35,7 @@ class ChainShape(NamedTuple):
 
 
 def chain_shape(chain: ChainBatch) -> ChainShape | None:
-    """Return the smallest shape that holds a chain; None if there is none."""
+    """Return the smallest shape that holds a chain, or None."""
     group, *others = chain.first.paged.groups
     rows = next((rows for rows in ROWS[1:] if rows >= group.rows), None)
     if rows is None or others or group.rows != len(chain.lengths) or group.length > FIRST_LENGTH:
@@ -63,10 +56,9 @@ def chain_shapes(max_rows: int, num_steps: int, num_ranked: int) -> list[ChainSh
 
 
 class ChainPass(StaticPass):
-    """The passes of a chain of one shape. `fill_chain`, then `compute` or a recording of it, then `drawn`."""
+    """The passes of a chain of one shape: call `fill_chain`, then `compute` or its recording, then `drawn`."""
 
     def __init__(self, model: CausalLM, kv: KVTensors, width: int, shape: ChainShape, outputs: Outputs) -> None:
-        """Allocate the inputs and the chain's own outputs; see `StaticPass`."""
         rows, num_later = shape.first.rows, shape.steps - 1
         sizes = {"later_keys": 2 * num_later * rows, "lengths": rows}
         if shape.is_shaped:
@@ -76,7 +68,7 @@ class ChainPass(StaticPass):
             more["numbers"] = torch.ones(7 * rows).view(torch.int32)
         super().__init__(model, kv, width, shape.first, outputs, more)
         self.chain_shape = shape
-        # How often each token was drawn: rows of logits that no chain uses, because its first pass has more tokens.
+        # How often each token was drawn, kept in rows of logits that no chain uses.
         self._counts = outputs.logits[-rows:].view(torch.int32)
         self._rows = torch.arange(rows, device=model.device)
         self._later = torch.arange(num_later, device=model.device).unsqueeze(-1)
@@ -109,7 +101,7 @@ class ChainPass(StaticPass):
         limits = (places + 1).clamp(max=group.blocks.shape[1] * kv.block_size)
         later_keys = self._device["later_keys"].view(-1, rows, 2)
         for step, tokens in enumerate(self._tokens[:-1]):
-            position, place, limit = (one[step].view(rows, 1) for one in (positions, slots, limits))
+            position, place, limit = (numbers[step].view(rows, 1) for numbers in (positions, slots, limits))
             later = Group(0, rows, 1, group.blocks, position, place, limit)
             with TritonContext(kv, [later], slots[step]).current() as context:
                 logits.copy_(forward(self._model.module, tokens, positions[step], self._rows, context))

@@ -1,7 +1,7 @@
 """Compiled decoder layers: Inductor fuses the operators between a layer's matrix products.
 
-All layers of a model share one compilation, whose number of tokens is symbolic. Attention is an opaque operator; it
-finds keys, values and block tables in the context of the pass that is being computed.
+All layers of a model share one compilation, whose number of tokens is symbolic. Attention is an opaque operator, which
+finds keys, values and block tables in the context of the current pass.
 """
 
 import threading
@@ -29,8 +29,6 @@ _MAX_COMPILATIONS = 64
 
 
 class _Thread(threading.local):
-    """The passes that a thread computes, the current one last, and whether it has the settings of the compiler."""
-
     def __init__(self) -> None:
         self.contexts: list[TritonContext] = []
         self.has_settings = False
@@ -61,7 +59,7 @@ class TritonContext(PagedContext):
 
     @contextmanager
     def current(self) -> Iterator["OperatorContext"]:
-        """Make this the pass whose layers are computed, and return the context to give to the model."""
+        """Make this the thread's current pass, and return the context to give to the model."""
         apply_compile_settings()
         _thread.contexts.append(self)
         try:
@@ -71,7 +69,7 @@ class TritonContext(PagedContext):
 
 
 class OperatorContext:
-    """Attends through an operator, so that a compiler can treat it as one call; the rest is not called in layers."""
+    """Attends through an opaque operator, which a compiler treats as one call."""
 
     def __init__(self, context: TritonContext) -> None:
         self.taps = context.taps
@@ -108,29 +106,22 @@ def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile every decoder layer of a transformers model and every norm outside them, each at its first pass.
+    """Compile every decoder layer, and every norm outside layers; raise ModelError if the model has no layers.
 
-    By itself, torch sums a norm in an order that depends on the number of rows.
-
-    Raises:
-        ModelError: the model has no layers of the kind that transformers' models are made of.
+    Compilation happens at the first pass. Eager norms sum in an order that depends on the number of rows.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
-    # A head is beside its target, too, and compiled with it.
+    # A head's layers may already be compiled as a part of its target's module.
     for layer in (part for part in _compiled_parts(module) if "forward" not in part.__dict__):
-        # Kernels are chosen by rule: a choice by measurement could round differently in the next process. This is no
-        # setting of `torch._inductor.config`, because torch resets it after every compilation.
+        # Kernels are chosen by rule, because autotuning could round differently in the next process. This is an option
+        # of each compilation, because torch resets `torch._inductor.config` after it.
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options={"deterministic": True})
 
 
 def apply_compile_settings() -> None:
-    """Set how layers are compiled, and count compilations; passes do so themselves.
-
-    Since torch 2.12 each thread has settings of its own. A worker loads in one thread and serves in another, where a
-    layer may have to be compiled again.
-    """
+    """Set how this thread compiles layers (torch 2.12 has settings per thread), and count compilations."""
     if _thread.has_settings:
         return
     # A layer's index is data, so that one compilation serves all layers.
@@ -155,6 +146,6 @@ def uncompile_layers(module: nn.Module) -> None:
 def _compiled_parts(module: nn.Module) -> list[nn.Module]:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     inner = {child for layer in layers for child in layer.modules()}
-    # A head also calls parts of its layers by themselves.
+    # A head also calls modules inside its layers directly.
     inner -= {child for head in module.modules() if isinstance(head, Head) for child in head.modules()}
     return layers + [child for child in module.modules() if "Norm" in type(child).__name__ and child not in inner]

@@ -1,8 +1,8 @@
-"""CudaBackend: compiled layers and CUDA graphs, made so that a token has the same bits in every batch.
+"""CudaBackend: compiled layers and CUDA graphs, in which a token has the same bits in every batch.
 
-In 16-bit formats two tokens can have almost equal scores, so rounding could change a text. So rounding must not depend
-on the batch: attention splits a context in one way, matrix products never split their inner dimension, and layers are
-compiled once for every number of tokens.
+In 16-bit formats two tokens can have almost equal scores, so rounding that depends on the batch could change a text.
+Here attention splits a context in one way, matrix products never split their inner dimension, and layers are compiled
+once for every number of tokens.
 """
 
 import itertools
@@ -43,19 +43,18 @@ logger = logging.getLogger(__name__)
 
 
 class GraphedKV(KVTensors):
-    """A KV cache and its graphs, None until the backend is warmed up; batches for it are made on the host."""
+    """A KV cache with its graphs, which are None until `warm_up`; batches for it are built on the host."""
 
     has_stacks = True
 
     def __init__(self, *arguments: Any) -> None:
-        """Allocate the cache; see `KVTensors`."""
         super().__init__(*arguments)
         self.input_device = torch.device("cpu")
         self.graphs: Graphs | None = None
 
 
 class CudaBackend(EagerBackend):
-    """Runs a model on a GPU: with Triton attention at first, compiled and as graphs once it is warmed up."""
+    """Runs a model on a GPU: with Triton attention at first, compiled and as graphs after `warm_up`."""
 
     cache = GraphedKV
 
@@ -69,12 +68,7 @@ class CudaBackend(EagerBackend):
         branches: Sequence[int] = (),
         recorder: GraphRecorder | None = None,
     ) -> None:
-        """Choose how matrix products and noise are computed in this process.
-
-        Args:
-            invariant: whether a token must have the same bits in every batch.
-            branches: as in `shapes`.
-        """
+        """Choose how products and noise are computed: with `invariant`, a token has the same bits in every batch."""
         try:
             make_invariant(model.module, model.dtype, invariant=invariant)
         except torch.OutOfMemoryError as error:  # it multiplies large random matrices
@@ -115,7 +109,7 @@ class CudaBackend(EagerBackend):
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
-        if (count := len(indices)) == 1:  # as below: a head's last norm computes these tokens only
+        if (count := len(indices)) == 1:  # see below; a head's last norm computes these tokens only
             indices = F.pad(indices, (0, 1), value=-1)
         if len(token_ids) == 1:  # a layer compiled for one token alone could round differently
             token_ids, groups = F.pad(token_ids, (0, 1)), [_with_padding(*groups)]
@@ -143,19 +137,15 @@ class CudaBackend(EagerBackend):
 
     @property
     def compiling(self) -> list[CompileProgress]:
-        """How many graphs are recorded while this backend warms up."""
+        """Progress of recording graphs, while this backend warms up."""
         return [self._progress] if self._progress else []
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Compile the layers and every kernel, and record the graphs of all KV caches; this takes up to a minute.
-
-        Raises:
-            ModelError: passes fail on this GPU even if layers are not compiled.
-        """
+        """Compile layers and kernels, and record all graphs (a minute); raise ModelError if even eager passes fail."""
         with PREPARATION.expected():
             if self.reducer is not None and not self._is_compiled:  # once, because graphs keep its buffers' addresses
-                most = max(self._engine.max_num_batched_tokens, MAX_TOKENS)
-                self.reducer.prepare(most, self.model.config.get_text_config().hidden_size)
+                max_tokens = max(self._engine.max_num_batched_tokens, MAX_TOKENS)
+                self.reducer.prepare(max_tokens, self.model.config.get_text_config().hidden_size)
             for backend in (self, *self._beside):
                 backend._warm_up()
 
@@ -171,7 +161,7 @@ class CudaBackend(EagerBackend):
         return ok if self.reducer is None else self.reducer.agree(ok)
 
     def _warm_up(self) -> None:
-        new, every = [kv for kv in self._caches if kv.graphs is None], shapes(self._engine, self._branches)
+        new, decoding = [kv for kv in self._caches if kv.graphs is None], shapes(self._engine, self._branches)
         width = table_width(self._engine, self.info.max_model_len)
         if self._config.compile != "off":
             is_ready, reason = True, "another rank cannot run compiled passes"
@@ -179,12 +169,12 @@ class CudaBackend(EagerBackend):
                 self._compile()
                 for kv in new:
                     recorder = self._recorder or GraphRecorder(self.device)
-                    kv.graphs = Graphs(self.model, kv, recorder, every, width, self._agree)
+                    kv.graphs = Graphs(self.model, kv, recorder, decoding, width, self._agree)
             except (ModelError, RuntimeError, TritonError) as error:
                 is_ready, reason = False, str(error)
             if self._agree(is_ready):
-                chains = [one for plan in self._chains for one in chain_shapes(self._engine.max_num_seqs, *plan)]
-                self._record([*prompt_shapes(every), *every, *chains], [kv.graphs for kv in new if kv.graphs])
+                chains = [chain for plan in self._chains for chain in chain_shapes(self._engine.max_num_seqs, *plan)]
+                self._record([*prompt_shapes(decoding), *decoding, *chains], [kv.graphs for kv in new if kv.graphs])
                 return
             uncompile_layers(self.model.module)
             self._is_compiled = False
@@ -202,7 +192,7 @@ class CudaBackend(EagerBackend):
             ) from error
 
     def _compile(self) -> None:
-        """Compile the layers, and by a pass of each kind every kernel of passes without a graph."""
+        """Compile the layers, then the kernels of passes without a graph, by running a pass of each kind."""
         if self._is_compiled:
             return
         started = time.monotonic()
@@ -214,7 +204,6 @@ class CudaBackend(EagerBackend):
 
     @torch.inference_mode()
     def _run_every_kind(self) -> None:
-        """Run a pass of each kind without a graph."""
         kv = next(iter(self._caches), None) or super().allocate_kv(1, self._engine.block_size)
         with alone():
             for rows in _kinds_of_passes(self._engine, self.info.max_model_len, has_trees=bool(self._branches)):
@@ -255,7 +244,7 @@ def make_cuda_backend(
 
 
 def _kinds_of_passes(engine: EngineConfig, max_model_len: int, *, has_trees: bool) -> Iterator[list[ForwardRow]]:
-    """Yield the rows of passes that use all kernels of passes without a graph; they write to block 0 only."""
+    """Yield rows that use every kernel of passes without a graph; they write to block 0 only."""
 
     def row(length: int, num_nodes: int = 0) -> ForwardRow:
         blocks = [0] * -(-length // engine.block_size)
@@ -272,10 +261,7 @@ def _kinds_of_passes(engine: EngineConfig, max_model_len: int, *, has_trees: boo
 
 
 def _parts_on(group: Group, device: torch.device) -> Iterator[Group]:
-    """Yield a group on the device, as graphs hold it, so that its passes need no kernels of their own.
-
-    Its parts have no more tokens than a graph, which bounds the memory of attention.
-    """
+    """Yield a group's rows on the device: as many as a graph holds, padded so that they use the graphs' kernels."""
     names, extra = ("blocks", "positions", "places", "limits"), group.extra
     tensors = {name: getattr(group, name).to(device, torch.int32, non_blocking=True) for name in names}
     if extra is not None:
@@ -284,12 +270,11 @@ def _parts_on(group: Group, device: torch.device) -> Iterator[Group]:
         tensors["extra"] = extra.to(device, non_blocking=True)
     count = max(1, MAX_TOKENS // group.length)
     for first in range(0, group.rows, count):
-        part = {name: tensor[first : first + count] for name, tensor in tensors.items()}
-        yield Group(group.start + first * group.length, len(part["blocks"]), group.length, **part)
+        rows = {name: tensor[first : first + count] for name, tensor in tensors.items()}
+        yield Group(group.start + first * group.length, len(rows["blocks"]), group.length, **rows)
 
 
 def _with_padding(group: Group) -> Group:
-    """Return a group of one token with another one, which is padding."""
     positions, places, limits = (
         F.pad(tensor, (0, 1), value=filler)
         for tensor, filler in ((group.positions, 0), (group.places, -1), (group.limits, 1))

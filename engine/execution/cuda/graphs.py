@@ -1,9 +1,8 @@
 """Graphs: records a model's decoding passes as CUDA graphs, one for each shape, and runs batches on them.
 
-A graph launches a whole pass at once; one by one, an 8B model's kernels take the host four times as long to launch as
-the device to compute. All shapes of a configuration are recorded before it serves: every batch of at most `MAX_TOKENS`
-tokens has a graph, and so has a short prompt, alone or beside chains, whose tokens become several rows of a graph. Only
-long prompts are computed without one.
+Launching an 8B model's kernels one by one takes the host four times as long as the device needs to compute. All shapes
+are recorded before serving: every batch of at most `MAX_TOKENS` tokens has a graph, and so has a short prompt, alone or
+beside chains, whose tokens fill several rows of a graph. Only long prompts are computed without graphs.
 """
 
 import itertools
@@ -29,13 +28,13 @@ from engine.stats.preparation import PREPARATION
 
 LENGTHS = (1, 2, 3, 5, 9, 16, 24)
 MAX_TOKENS = 1280
-"""Tokens of a graph, at most; a larger batch computes long enough for its kernels to be launched meanwhile."""
+"""Most tokens of a graph; a larger batch computes for longer than the launching of its kernels takes."""
 _MIN_PROMPT_LENGTH = 5
 _MAX_PROMPT_TOKENS = 640
-"""The same of a batch with a prompt: it has no more rows than needed without a graph, and twice as many with one."""
+"""Most tokens of a graph for a batch with a prompt, because a graph may pad the batch to twice its rows."""
 _GRAPH_BYTES = 10 * 2**20
 _COMMUNICATION_BYTES = 2**30
-"""Estimates: the memory of a recorded graph, and that of NCCL and symmetric buffers."""
+"""Estimates: the memory of a recorded graph, and of NCCL and symmetric buffers."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class GraphRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # one, because each keeps workspaces
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # shared: each keeps workspaces
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Return a function that does on the device what `compute` does; it may raise OutOfMemoryError."""
@@ -64,7 +63,7 @@ class GraphRecorder:
         return graph.replay
 
     def close(self) -> None:
-        """Free the graphs, though somebody may still hold the functions that replay them, as tracebacks do."""
+        """Free the graphs, even if tracebacks still hold the functions that replay them."""
         for graph in self._graphs:
             graph.reset()
 
@@ -81,13 +80,7 @@ class Graphs:
         width: int,
         agree: Callable[[bool], bool] = lambda ok: ok,
     ) -> None:
-        """Make room for the outputs of these shapes.
-
-        Args:
-            shapes: those of decoding passes.
-            width: blocks of a request's table, at most.
-            agree: tells whether all ranks of the model say True.
-        """
+        """Make room for the outputs of `shapes`; `width` is the most blocks of a request's table."""
         self._model = model
         self._kv = kv
         self._recorder = recorder
@@ -105,7 +98,7 @@ class Graphs:
         self._recorder.close()
 
     def run(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput | None:
-        """Compute a batch with a graph; None if it has none."""
+        """Compute a batch with a graph; None if no graph fits."""
         shape = choose_shape(batch, self._lengths)
         if shape is None or shape not in self._recorded or not self._fits(batch, shape):
             return None
@@ -115,7 +108,7 @@ class Graphs:
         return static.output(batch, draws)
 
     def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
-        """Draw a chain with a graph; None if it has none."""
+        """Draw a chain with a graph; None if no graph fits."""
         shape = chain_shape(chain)
         if shape is None or shape not in self._recorded or not self._fits(chain.first, shape.first):
             return None
@@ -126,7 +119,7 @@ class Graphs:
         return static.drawn(chain)
 
     def _fits(self, batch: ForwardBatch, shape: Shape) -> bool:
-        """Return whether a shape has room for a batch's tables, logits and, if tokens see their whole row, rows."""
+        """Return whether a shape fits a batch's tables and logits, without splitting rows that tokens see whole."""
         groups, head = batch.paged.groups, self._model.head
         sees_row = head is not None and isinstance(head, type(self._model.module)) and head.drafts_blocks
         is_cut = any(group.length > shape.length for group in groups)
@@ -137,7 +130,7 @@ class Graphs:
 
     @torch.inference_mode()
     def record(self, shape: Shape | ChainShape) -> None:
-        """Record a pass or chain of a shape; if a rank cannot, those of this shape run without a graph on all ranks."""
+        """Record a pass or chain; if any rank fails, this shape has no graph on any rank."""
         inputs = self._model, self._kv, self._width
         try:
             static = (
@@ -156,10 +149,9 @@ class Graphs:
 
 
 def shapes(engine: EngineConfig, branches: Sequence[int] = ()) -> list[Shape]:
-    """Return the shapes of a configuration's decoding passes, the largest first: later ones fit into its memory.
+    """Return the shapes of a configuration's decoding passes, the largest first, so that others reuse its memory.
 
-    Args:
-        branches: the possible tokens of a request in passes over trees and branches.
+    `branches` are the numbers of possible tokens of a request in passes over trees and branches.
     """
     k = engine.num_speculative_tokens
     # `build` cuts long drafts into more rows than there are requests.
@@ -187,7 +179,7 @@ def lengths_of(decoding: Sequence[Shape]) -> dict[bool, list[int]]:
 
 
 def table_width(engine: EngineConfig, max_model_len: int) -> int:
-    """Return the blocks of the longest context's table, with its draft and branches."""
+    """Return the number of blocks of the longest context's table, with its draft and branches."""
     longest = min(max_model_len, engine.max_model_len or max_model_len) + 32 * (1 + engine.num_speculative_tokens)
     return min(-(-longest // engine.block_size), engine.num_blocks or longest)
 
@@ -195,24 +187,21 @@ def table_width(engine: EngineConfig, max_model_len: int) -> int:
 def graph_bytes(
     engine: EngineConfig, config: PreTrainedConfig, max_model_len: int, world_size: int, *, has_head: bool = False
 ) -> int:
-    """Return an estimate of the memory that a rank's graphs and its communication with other ranks take."""
-    recorded = shapes(engine, LENGTHS)  # as if every model had trees, or ran ahead
+    """Estimate the memory of a rank's graphs, and of its communication with other ranks."""
+    recorded = shapes(engine, LENGTHS)  # an upper bound: as if every model had trees, or ran ahead
     text, value_dim = config.get_text_config(), kv_shape(config, world_size).value_dim
     num_parts = recorded[0].tokens * NUM_PARTS * text.num_attention_heads // world_size
     num_outputs = recorded[0].tokens * text.vocab_size
     num_blocks = sum(shape.rows for shape in recorded) * table_width(engine, max_model_len)
     num_bytes = torch.float32.itemsize * int(num_parts * (value_dim + 2) + num_outputs + num_blocks)
     communication_bytes = _COMMUNICATION_BYTES if world_size > 1 else 0
-    # A target's head or first layers have graphs of their own.
+    # A target's head or first layers have graphs, too.
     num_models = 2 if has_head or engine.self_draft_layers is not None else 1
     return num_models * (num_bytes + len(recorded) * _GRAPH_BYTES) + communication_bytes
 
 
 def choose_shape(batch: ForwardBatch, lengths: Mapping[bool, Sequence[int]]) -> Shape | None:
-    """Return the smallest shape that holds a batch, or None; `lengths` are those of `lengths_of`.
-
-    A row with more tokens than the longest of them, of a prompt or a tree, takes several rows of the shape.
-    """
+    """Return the smallest shape that holds a batch, or None; a row longer than all `lengths` takes several rows."""
     groups = batch.paged.groups
     most_extra = max((0 if group.extra is None else group.extra.shape[-1] for group in groups), default=0)
     longest = max((group.length for group in groups), default=0)
@@ -229,5 +218,5 @@ def choose_shape(batch: ForwardBatch, lengths: Mapping[bool, Sequence[int]]) -> 
 
 
 def _at_least_two_tokens(rows: int, length: int) -> int:
-    """Return the length of rows of a shape: a layer compiled for one token alone could round differently."""
+    """Return the length of the rows: a layer compiled for a single token could round differently."""
     return 2 if rows * length == 1 else length

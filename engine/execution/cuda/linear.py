@@ -1,8 +1,8 @@
 """Linear layers whose rows round alike in every batch: our product for few rows, cuBLAS for many.
 
 With few rows, cuBLAS splits the inner dimension over several blocks, so it rounds differently than for many rows. Our
-kernel never splits: each result is one ordered sum over the inner dimension, whatever the rows and tiles. For many
-rows cuBLAS is faster, and is used if it gives the same bits, or for a draft, which cannot change a text.
+kernel computes each result as one ordered sum, whatever the rows and tiles. For many rows, the faster cuBLAS is used if
+it gives the same bits, or for a draft, which cannot change a text.
 """
 
 import functools
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class InvariantLinear(nn.Linear):
-    """A linear layer with 16-bit weights [out, in]; see above."""
+    """A linear layer with 16-bit weights [out, in]."""
 
     uses_cublas: bool
 
@@ -38,7 +38,7 @@ class InvariantLinear(nn.Linear):
 
 
 class InvariantRowLinear(RowLinear):
-    """A rank's slice of such a layer's inputs; see `RowLinear`."""
+    """An `InvariantLinear` over a rank's slice of the inputs; see `RowLinear`."""
 
     uses_cublas: bool
 
@@ -50,7 +50,7 @@ class InvariantRowLinear(RowLinear):
 
 
 class InvariantQuantizedLinear(QuantizedLinear):
-    """A linear layer with quantised weights, which the kernel reads as they are, for any number of rows."""
+    """A linear layer with quantised weights, which the kernel reads unconverted for any number of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
@@ -60,7 +60,7 @@ class InvariantQuantizedLinear(QuantizedLinear):
 
 
 class InvariantQuantizedRowLinear(QuantizedRowLinear):
-    """A rank's slice of such a layer's inputs; see `QuantizedRowLinear`."""
+    """An `InvariantQuantizedLinear` over a rank's slice of the inputs; see `QuantizedRowLinear`."""
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
@@ -85,7 +85,7 @@ def sum_in_order() -> None:
 
 
 def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = True) -> None:
-    """Make every linear layer invariant, in a 16-bit number format; without `invariant`, cuBLAS need not agree."""
+    """Make every linear layer of a 16-bit model invariant; without `invariant`, cuBLAS may round differently."""
     if dtype == torch.float32:
         return
     if invariant:
@@ -108,7 +108,7 @@ def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = T
 
 
 def _wrap_router(block: nn.Module) -> None:
-    """Let our product compute a router, which is no linear layer, but calls torch's function with its weight."""
+    """Let our product compute a router, which calls `F.linear` with its weight instead of being a linear layer."""
     for child in block.children():
         weight = child._parameters.get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(child, nn.Linear):
@@ -116,11 +116,10 @@ def _wrap_router(block: nn.Module) -> None:
 
 
 class RouterWeight(nn.Parameter):
-    """A weight [experts, in] whose products with rows are ours."""
+    """A weight [experts, in] of a router, whose `F.linear` is our product."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace `linear`, and leave other functions."""
         if function is not F.linear:
             return super().__torch_function__(function, types, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():

@@ -25,12 +25,12 @@ from engine.sampling.noise import Draws
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_EXTRA = (0, 4, 8, 16, 64)
 _FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1, "logit_indices": -1, "is_drawn": 0}
-"""What the fields of a token hold where a batch has none. Padding writes to block 0 and attends to place 0; logits that
-nobody needs are the last token's, whose state they do not overwrite."""
+"""A padding token's fields: it writes to block 0 and attends to place 0. Padding logits are the last token's; they do
+not overwrite its state."""
 
 
 class Outputs(NamedTuple):
-    """Where every pass of a model leaves its results: logits [n, vocab] float32, and the drawn tokens [n] int64."""
+    """The results of every pass of a model: logits [n, vocab] float32, and the drawn tokens [n] int64."""
 
     logits: Tensor
     tokens: Tensor
@@ -38,11 +38,9 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """The size of a static pass.
+    """The size of a static pass: `rows` requests of `length` tokens.
 
-    Attributes:
-        rows: requests; length: tokens of each.
-        num_extra: uncommitted places that a token attends to, for trees and branches; 0 for chains.
+    `num_extra` counts uncommitted places that a token attends to, for trees and branches; it is 0 for chains.
     """
 
     rows: int
@@ -51,7 +49,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the pass, padding included."""
+        """Number of tokens, padding included."""
         return self.rows * self.length
 
 
@@ -61,7 +59,7 @@ def steps_up_to(size: int, ladder: Sequence[int]) -> Sequence[int]:
 
 
 class Staging:
-    """Host memory of a pass's inputs; an event says when no copy to the device reads it any more. None: at once."""
+    """Host memory of a pass's inputs; the event, None on a CPU, tells when they have been copied to the device."""
 
     def __init__(self, template: Tensor, event: torch.cuda.Event | None) -> None:
         self._numbers = template.pin_memory() if event is not None else template.clone()
@@ -74,14 +72,14 @@ class Staging:
         return self._numbers[: len(template)].copy_(template)
 
     def send(self, packed: Tensor, device: Tensor) -> None:
-        """Begin to copy what `begin` returned to the device."""
+        """Start copying to the device what `begin` returned."""
         device.copy_(packed, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
 
 class StaticPass:
-    """A pass of one shape. `fill`, then `compute` or a recording of it, then `output`."""
+    """A pass of one shape: call `fill`, then `compute` or its recording, then `output`."""
 
     def __init__(
         self,
@@ -92,12 +90,7 @@ class StaticPass:
         outputs: Outputs,
         more: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Allocate the inputs; every pass of a model leaves its results in `outputs`, logits of as many as fit.
-
-        Args:
-            width: blocks of a request's table, at most.
-            more: further inputs, int32, by name, as they are where a batch has none.
-        """
+        """Allocate inputs, with `width` blocks per request; `more` holds other int32 inputs, filled as for padding."""
         self._model = model
         self._outputs = outputs
         self.shape = shape
@@ -113,7 +106,7 @@ class StaticPass:
         self._names = list(fields)
         self._packed = self._template.to(model.device, copy=True)
         is_cuda = model.device.type == "cuda"
-        # Two, so that the inputs of a pass are written while those of the last one are copied.
+        # Two, so that a pass's inputs are written while the previous pass's inputs are copied.
         events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
         self._stagings = itertools.cycle([Staging(self._template, event) for event in events])
         self._device = self._split(self._packed)
@@ -136,10 +129,10 @@ class StaticPass:
         )
 
     def fill(self, batch: ForwardBatch, draws: Draws | None, more: Mapping[str, Tensor] | None = None) -> None:
-        """Copy a batch that is no larger than the shape; see `Backend.run`. Longer rows take several of the shape.
+        """Copy a batch that fits into the shape; a row longer than the shape's takes several rows.
 
-        Its tensors are the host's, but token ids of one group may be the device's. Of `more` inputs, the first numbers
-        may do.
+        The batch is on the host, but token ids of a single group may be on the device. Inputs in `more` may be shorter
+        than allocated.
         """
         groups, shape, block_size = batch.paged.groups, self.shape, self._context.kv.block_size
         size, width = (shape.rows, shape.length), max(group.blocks.shape[1] for group in groups)
@@ -189,7 +182,7 @@ class StaticPass:
         self._outputs.tokens[:count].copy_(self._model.best_of_ranks(scores, tokens))
 
     def _compute_logits(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the first `count` rows of logits into the outputs; return the arguments of `draw_kernel.draw`."""
+        """Write the first `count` rows of logits to the outputs; return the arguments of `draw_kernel.draw`."""
         fields, logits = self._device, self._outputs.logits[:count]
         with self._context.current() as context:
             token_ids, positions, indices = (
@@ -203,7 +196,7 @@ class StaticPass:
         return temperatures.view(torch.float32)[:count], keys.view(-1, 2)[:count], is_drawn[:count]
 
     def output(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput:
-        """Return copies of the batch's results, which later passes do not overwrite; logits only if it needs them."""
+        """Return copies of the batch's results; logits and scores are empty unless the batch needs them."""
         count = len(batch.logit_indices)
         logits, tokens = self._outputs.logits[:count], self._outputs.tokens[:count].clone()
         if not batch.needs_logits:
@@ -214,7 +207,6 @@ class StaticPass:
         return PassOutput(logits, scores, tokens)
 
     def _split(self, packed: Tensor) -> dict[str, Tensor]:
-        """Return the fields of a packed tensor, by name; the last is as long as the rest of it."""
         sizes = [*self._sizes[:-1], len(packed) - sum(self._sizes[:-1])]
         return dict(zip(self._names, torch.split(packed, sizes), strict=True))
 

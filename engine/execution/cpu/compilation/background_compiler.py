@@ -1,7 +1,6 @@
 """BackgroundCompiler: compiles a model's passes in another process while the model is served eagerly.
 
-The process runs only while nothing else needs its core: decoding comes first. Target and draft are compiled at once if
-there are several cores. Later starts find the result in the cache.
+The process has idle priority, so that decoding comes first. Later starts find the result in the cache.
 """
 
 import contextlib
@@ -27,14 +26,11 @@ logger = logging.getLogger(__name__)
 
 _START_S = 23.0
 _LAYER_S = 1.7
-"""CPU seconds of a compilation, and of each layer in it as measured for 2 to 24 layers; for estimates only."""
+"""Estimated CPU seconds of a compilation, and of each of its layers; measured for 2 to 24 layers."""
 
 
 class BackgroundCompiler:
-    """A process that compiles a model, and the thread that waits for it.
-
-    The process ends when its standard input ends, so it never outlives this process, even if that is killed.
-    """
+    """A compiling process, which also ends if this process is killed, and the thread that waits for it."""
 
     def __init__(
         self,
@@ -46,13 +42,7 @@ class BackgroundCompiler:
         num_layers: int,
         is_self_draft: bool = False,
     ) -> None:
-        """Start the thread; it calls `ready` after success and logs a failure.
-
-        Args:
-            parts: the files that it makes, unless they are in the cache.
-            num_layers: the layers of the compiled model.
-            is_self_draft: whether they are the first ones of the source's model.
-        """
+        """Start the thread, which calls `ready` once all files in `parts` exist, or else logs a failure."""
         # Absolute, because the process runs in another folder.
         directory = str(source.directory.resolve())
         options = ["--dtype", dtype, "--quantization", source.config.quantization, "--until-input-ends"]
@@ -63,7 +53,7 @@ class BackgroundCompiler:
             options += ["--head", str(Path(head).resolve()) if Path(head).is_dir() else head]
         self._command = ["-m", "engine.execution.cpu", directory, *options]
         self._name = source.path
-        # A model has one process on a machine, which compiles its head, too.
+        # One process per model and machine at a time, and one for all models on a single core.
         model = hashlib.sha256(directory.encode()).hexdigest()[:16] if (os.cpu_count() or 1) > 1 else "all"
         self._lock = f"compiling-{model}.lock"
         self._ready = ready
@@ -75,7 +65,7 @@ class BackgroundCompiler:
 
     @property
     def progress(self) -> CompileProgress | None:
-        """How far it is; None once it has ended."""
+        """Compiled files and estimated seconds left; None once compiling has ended."""
         if self._has_ended:
             return None
         left_s = self._expected_s
@@ -105,7 +95,7 @@ class BackgroundCompiler:
             tempfile.TemporaryFile("w+", dir=folder) as errors,
         ):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self._parts and all(path.exists() for path in self._parts):  # compiled with the target, as a head is
+            if self._parts and all(path.exists() for path in self._parts):  # a head is compiled with its target
                 return None
             self._started = time.monotonic()
             self._process = process = self._start(folder, errors.fileno())
@@ -125,7 +115,7 @@ class BackgroundCompiler:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            # Not a session: Linux shares cores between sessions first, and priorities count within one.
+            # Not a session, because Linux shares cores between sessions whatever their priorities.
             process_group=0,
         )
         process.nice(19)

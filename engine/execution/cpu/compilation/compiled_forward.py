@@ -1,8 +1,7 @@
-"""CompiledForward: runs a model's forward pass compiled ahead of time, which removes per-operator overhead.
+"""CompiledForward: runs a model's forward pass compiled ahead of time by AOTInductor, without overhead per operator.
 
-On a CPU, a small model spends most of an eager pass between its matrix products. AOTInductor compiles the pass to one
-call. One package serves every batch, because the numbers of rows, tokens and places are symbolic. A package contains
-code only and uses the loaded model's weights.
+One package serves every batch, because the numbers of rows, tokens and places are symbolic. A package contains code
+only and uses the loaded model's weights.
 """
 
 import contextlib
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
 PIECE_LENGTH = 128
 """Prompts are computed in pieces of this many tokens, whose activations fit into the CPU's cache."""
 _OPENING = threading.Lock()
-"""Held while TMPDIR, which belongs to the whole process, names another folder."""
+"""Held while TMPDIR, a variable of the whole process, names another folder."""
 _NOISE_TOLERANCE = 1e-4
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class CompileError(PacelineError):
-    """A forward pass cannot be compiled, or the compiled pass computes something else."""
+    """A forward pass cannot be compiled, or the compiled pass's results are wrong."""
 
 
 @dataclass(slots=True)
@@ -61,12 +60,12 @@ class TracedContext(PagedContext):
             mask, ends = group.mask(params, 1, query, size), self._ends(params)
             return attend_to_blocks(query.transpose(0, 1), keys, values, group.blocks, ends, mask, params.scaling)
         mask = group.mask(params, query.shape[0] // kv_heads, query, size)
-        # Indexed by rows of blocks: with flat indices, the compiled code would divide to find each number's row.
+        # Indexed by blocks, because with flat indices the compiled code would divide to find each number's block.
         key, value = keys[group.blocks], values[group.blocks]
         return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
 
     def _ends(self, params: AttentionParams) -> Tensor:
-        """Return `ends` of `attend_to_blocks`, computed once for all layers that see alike."""
+        """`ends` of `attend_to_blocks`, computed once for all layers with the same `sees_row`."""
         if (ends := self._known_ends.get(params.sees_row)) is None:
             (group,) = self.groups
             ends = group.limits_of(params).contiguous()
@@ -122,11 +121,7 @@ def can_run(batch: ForwardBatch) -> bool:
 
 
 def pieces(batch: ForwardBatch) -> Iterator[tuple[ForwardBatch, Tensor]]:
-    """Split a batch into compiled passes: one per group, or per piece of a long prompt.
-
-    Yields:
-        A pass, and the [n] indices of its logits in the batch.
-    """
+    """Split a batch into passes over one group, or one piece of a prompt; yield each with its logits' [n] indices."""
     for group in batch.paged.groups:
         # Only prompt chunks are longer than a piece, and they are groups of one row.
         for first in range(0, group.length, PIECE_LENGTH):
@@ -139,7 +134,6 @@ def pieces(batch: ForwardBatch) -> Iterator[tuple[ForwardBatch, Tensor]]:
 
 
 def _slice(group: Group, first: int, last: int, block_size: int) -> Group:
-    """Return tokens `first` to `last` of every row, with the blocks that they attend to."""
     width = int(group.places[:, last - 1].amax()) // block_size + 1 if last < group.length else group.blocks.shape[1]
     return Group(
         start=0,
@@ -168,10 +162,7 @@ def arguments(batch: ForwardBatch, draws: Draws | None = None) -> tuple[list[Ten
 
 
 def _open(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
-    """Load a package as `torch._inductor.aoti_load_package` does, without its check of the CPU's instructions.
-
-    That check starts several processes. Here the instructions are part of a package's path.
-    """
+    """Load a package without torch's check of the CPU, which starts processes; a package's path names the CPU."""
     run_single_threaded, num_runners, device_index = False, 1, -1
     with _removing_temporary_files():
         return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", run_single_threaded, num_runners, device_index)
@@ -179,10 +170,7 @@ def _open(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
 
 @contextlib.contextmanager
 def _removing_temporary_files() -> Iterator[None]:
-    """Remove the files that a package is unpacked to, once it has been loaded.
-
-    The loader removes them when it is destroyed, but workers are killed: each one would leave megabytes behind.
-    """
+    """Remove the unpacked files at once: the loader does so when it is destroyed, but workers are killed."""
     variable = "TMPDIR"
     with _OPENING, scratch_folder() as folder:
         before = os.environ.get(variable)
@@ -211,14 +199,14 @@ class CompiledForward:
         self._run: Callable[[list[Tensor]], list[Tensor]] = loader.boxed_run
 
     def __call__(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Run a batch that `can_run` accepts; see `Step.forward`. Without `draws`, draws are greedy."""
+        """Run a batch that `can_run` accepts, greedily without `draws`; see `Step.forward`."""
         tensors, *caches = arguments(batch, draws)
         # A package assumes contiguous tensors and does not check strides.
         logits, scores, tokens = self._run([*(tensor.contiguous() for tensor in tensors), *itertools.chain(*caches)])
         return logits, scores, tokens
 
     def in_pieces(self, batch: ForwardBatch) -> Tensor:
-        """Run any batch, one group or piece of a prompt after the other; returns [n, vocab] logits."""
+        """Run any batch pass by pass; return [n, vocab] logits."""
         results = [(self(piece)[0], where) for piece, where in pieces(batch)]
         logits = torch.empty(len(batch.logit_indices), results[0][0].shape[-1])
         for piece_logits, where in results:
@@ -226,7 +214,7 @@ class CompiledForward:
         return logits
 
     def check(self, batch: ForwardBatch, expected: Tensor, written: KVTensors) -> None:
-        """Raise CompileError if logits, drawn tokens or what is written for a head differ from an eager pass."""
+        """Raise CompileError if logits, drawn tokens or the numbers kept for a head differ from an eager pass."""
         count = len(batch.logit_indices)
         keys = noise.keys(range(1, count), range(1, count), noise.TARGET_STREAM, torch.device("cpu"))
         draws = Draws(torch.linspace(0.5, 1.5, count).unsqueeze(-1), keys, torch.arange(count))
@@ -236,14 +224,14 @@ class CompiledForward:
             raise CompileError("the compiled pass draws tokens that do not follow from its logits and noise")
         caches = zip(written.of_head, batch.paged.kv.of_head, strict=True)
         # Padding goes to block 0.
-        for right, found in ((expected, logits), *((right[:, 1:], found[:, 1:]) for right, found in caches)):
-            difference = float((right - found).abs().amax() / right.abs().amax().clamp_min(1.0))
+        for eager, compiled in ((expected, logits), *((eager[:, 1:], compiled[:, 1:]) for eager, compiled in caches)):
+            difference = float((eager - compiled).abs().amax() / eager.abs().amax().clamp_min(1.0))
             if not difference < _TOLERANCE[batch.paged.kv.keys[0].dtype]:
                 raise CompileError(f"the compiled pass differs from the eager one by {difference:.1e}")
 
 
 def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
-    """Return an example to trace: two rows of five tokens in 3 blocks, one that branches, seven logits and six keys."""
+    """Return two rows of five tokens in three blocks, one row with branches; seven logits and six keys."""
     parents = [-1, 0, 1, 2]
     rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5, parents), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
     keys = noise.keys(range(6), range(6), noise.TARGET_STREAM, torch.device("cpu"))
@@ -251,16 +239,16 @@ def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
 
 
 def samples() -> list[list[ForwardRow]]:
-    """Return batches of the shapes that rounds have: one row, several rows, a chain, branches and a prompt piece."""
-    one, five = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
+    """Return batches of the shapes of rounds: a single token, a chain, branches, several rows, a prompt piece."""
+    single, chain = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
     branching = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
     piece = ForwardRow([i % 8 for i in range(PIECE_LENGTH)], 30, [*range(1, 11)], 3)
     return [
-        [one],
-        [five],
+        [single],
+        [chain],
         [branching],
         [ForwardRow([i], 0, [1 + i], 1) for i in range(9)],
-        [one, five, branching],
+        [single, chain, branching],
         [piece],
     ]
 

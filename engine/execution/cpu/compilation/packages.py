@@ -56,7 +56,7 @@ _OPTIONS = {
 
 
 def package_path(step: Step, config: PreTrainedConfig, head: HeadConfig | None = None) -> Path:
-    """Return the path of a model's package in the cache; `head` is that of the head in it."""
+    """Return the path of a model's package in the cache; `head` configures the head in it."""
     settings = [_settings(config)]
     if head is not None:
         settings.append(vars(head) | {"layers": _settings(head.layers)})
@@ -79,7 +79,7 @@ def kernels_path() -> Path:
 
 
 def _cached(*parts: object) -> Path:
-    """Return the path for `parts`; it also depends on our sources, on library versions and on this machine's CPU."""
+    """Return a path that depends on `parts`, our sources, the libraries' versions and this machine's CPU."""
     sources = [path.read_text() for pattern in _SOURCES for path in sorted(_ENGINE.glob(pattern))]
     cpuinfo = Path("/proc/cpuinfo")
     flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
@@ -88,13 +88,9 @@ def _cached(*parts: object) -> Path:
 
 
 def compile_step(step: Step, batch: ForwardBatch, draws: Draws, path: Path) -> None:
-    """Compile a model's pass to a package.
+    """Compile a model's pass to a package for batches of every shape.
 
-    Args:
-        batch, draws: an example whose numbers of rows, tokens, places, logits and keys all differ, and are not 1.
-
-    Raises:
-        CompileError: the pass cannot be compiled for batches of every shape.
+    `batch` and `draws` are an example: its numbers of rows, tokens, places, logits and keys all differ and exceed 1.
     """
     tensors, *caches = arguments(batch, draws)
     size = torch.export.Dim.AUTO
@@ -105,7 +101,7 @@ def compile_step(step: Step, batch: ForwardBatch, draws: Draws, path: Path) -> N
 
 
 def compile_noise(path: Path) -> None:
-    """Compile `noise.gumbel`, which takes as long as a small draft's pass if it is not compiled."""
+    """Compile `noise.gumbel`, which would otherwise take as long as a small draft's pass."""
     keys = noise.keys([1, 2, 3], [4, 5, 6], noise.TARGET_STREAM, torch.device("cpu"))
     any_size = {0: torch.export.Dim.AUTO}
     _compile(GumbelNoise(), (keys, torch.arange(50, dtype=torch.int32)), (any_size, any_size), path)
@@ -118,11 +114,7 @@ def compile_kernels(path: Path) -> None:
 
 
 def load_kernels() -> None:
-    """Load the C++ library; building it first takes ten seconds if it is not in the cache.
-
-    Raises:
-        OSError: the library cannot be loaded.
-    """
+    """Load the C++ library, or raise OSError; building it takes ten seconds if it is not in the cache."""
     if not has_compiler():
         raise CompileError("there is no C++ compiler")
     compile_once(kernels_path(), compile_kernels)
@@ -171,7 +163,7 @@ def has_compiler() -> bool:
 
 
 def compile_once(path: Path, compile_to: Callable[[Path], None]) -> None:
-    """Compile to `path` unless it exists; of several processes, one compiles and the others wait."""
+    """Compile to `path` unless it exists; if several processes need it, the others wait for the first."""
     if path.exists():  # files appear complete; no lock, because the folder may be read-only
         return
     path.parent.mkdir(parents=True, exist_ok=True)

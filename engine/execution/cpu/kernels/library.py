@@ -1,7 +1,6 @@
-"""Kernels: registers our torch operators, and builds and loads their C++ implementations.
+"""Kernels: our operators for small matrix products and attention, where torch's operators have much overhead.
 
-torch's operators have much overhead for small matrix products and attention. Until the C++ library is loaded, an
-operator runs its Python definition.
+Until the C++ library is loaded, an operator runs its Python definition.
 """
 
 import ctypes
@@ -20,10 +19,7 @@ _library = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-c
 
 
 def define(schema: str, compute: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
-    """Define `torch.ops.paceline.NAME`; `shape` returns an empty tensor of the result's shape.
-
-    `compute` is the implementation until the C++ library is loaded, which registers its own for CPUs.
-    """
+    """Define `torch.ops.paceline.NAME`: `compute` runs until the library is loaded; `shape` returns an empty result."""
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
     _library.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -37,8 +33,8 @@ def shims(schemas: list[str]) -> dict[Any, list[str]]:
 
 
 def _declaration(schema: str) -> str:
-    name, _, rest = schema.partition("(")
-    inner = rest.partition(")")[0]
+    name, _, signature = schema.partition("(")
+    inner = signature.partition(")")[0]
     parameters = [f"{_C_TYPES[type_name]} {name}" for type_name, name in (text.split() for text in inner.split(", "))]
     return f"AOTITorchError aoti_torch_cpu_{name}({', '.join(parameters)}, AtenTensorHandle* output)"
 
@@ -59,9 +55,5 @@ def build(path: Path) -> None:
 
 
 def load(path: Path) -> None:
-    """Load the C++ library, for packages that are loaded later.
-
-    Raises:
-        OSError: the library cannot be loaded.
-    """
+    """Load the C++ library, for packages that are loaded later; raise OSError if this fails."""
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

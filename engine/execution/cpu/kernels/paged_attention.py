@@ -1,7 +1,6 @@
 """Paged attention for compiled passes: a torch operator whose C++ implementation reads keys and values in their blocks.
 
-torch's attention needs a row's keys and values in contiguous memory. Gathering them and attending to them took most of
-a small model's pass over a batch.
+torch's attention needs contiguous keys and values; gathering them took most of a small model's pass over a batch.
 """
 
 import torch
@@ -23,18 +22,15 @@ def suits(head_dim: int, dtype: torch.dtype) -> bool:
 def attend_to_blocks(
     query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, ends: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Attend to keys and values in blocks.
+    """Attend to keys and values in blocks; return [tokens, heads, head_dim].
 
     Args:
         query: [tokens, heads, head_dim], of rows of equal length.
         keys, values: [num_blocks, block_size, kv_heads, head_dim].
         blocks: [rows, width] each row's blocks, in order.
-        ends: [rows, length] each token attends to places before its end only.
+        ends: [rows, length] each token attends only to places before its end.
         mask: [rows, 1, length, width * block_size], added to the scaled dot products.
         scaling: factor of the dot products; None for 1 / sqrt(head_dim).
-
-    Returns:
-        [tokens, heads, head_dim].
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output: Tensor = torch.ops.paceline.paged_attention(query, keys, values, blocks, ends, mask, scale)
@@ -44,7 +40,7 @@ def attend_to_blocks(
 def _gather_and_attend(
     query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, ends: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Compute the same with torch operators, without `ends`, which only bounds the mask."""
+    """Compute the same with torch operators; `ends` is not needed, because the mask implies it."""
     rows, _, length, _ = mask.shape
     mask = mask.repeat(1, 1, query.shape[1] // keys.shape[2], 1)
     params = AttentionParams(scaling=scale)

@@ -144,7 +144,6 @@ void add_all(const Rows& rows, int64_t count, const T* panel, int64_t depth, boo
   }
 }
 
-// A panel of 16-bit floats.
 template <typename T>
 struct Floats {
   const T* weights;
@@ -187,7 +186,6 @@ struct Integers {
     }
   }
 
-  // Load as many integers as a register has numbers.
   static Words load_integers(const int8_t* bytes) {
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
     return at::vec::convert_to_int32<int8_t>(bytes);

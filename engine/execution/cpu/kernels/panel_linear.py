@@ -1,18 +1,14 @@
 """PanelLinear: linear layers on CPUs that read 16-bit, 8-bit or 4-bit weights from memory.
 
-Decoding is bound by reading weights. CPUs without fast 16-bit arithmetic compute in float32, and a model saved in 16
-bits would take twice the bytes of its file. Packing is exact: only layers whose weights are all 16-bit numbers, or
-quantised, are packed.
+Decoding is bound by reading weights. CPUs without fast 16-bit arithmetic compute in float32, where a model saved in 16
+bits would take twice the bytes of its file. Packing is exact: it takes only quantised weights and 16-bit numbers.
 
-The products are our own C++, for two reasons. Libraries (FBGEMM, oneDNN, Inductor's template) do not prefetch, and read
-weights at 60 % of a Xeon's memory bandwidth; torch's and torchao's products of integers write the weights as floats in
-every pass, or take only bfloat16. And a row's result must not depend on the other rows or the number of threads, as it
-does in MKL (batches of 1 to 3 rows) and in FBGEMM with AVX2.
+Why not a library: FBGEMM, oneDNN and Inductor's template read weights at 60 % of a Xeon's memory bandwidth, without
+prefetching; torch's and torchao's products of integers write float weights in every pass, or take only bfloat16. And in
+MKL and FBGEMM, a row's result depends on the other rows.
 
-Only models with large layers justify building the library (`pack_large_model`). Once it is loaded, every layer is
-packed: on one thread of Zen 5, 16-bit layers of 0.25 to 12 M weights take 0.3 to 0.4 of torch's time for one row, and
-0.14 to 0.25 for five rows. With 0.4 billion weights, int8 takes 0.51 and int4 0.32 of the memory of 16-bit weights, 0.7
-of the CPU time of a pass over one row, and 0.8 to 1.0 over five.
+Only large layers justify building the library (`pack_large_model`); once it is loaded, every layer is packed. On one
+thread of Zen 5, 16-bit layers take 0.3 to 0.4 of torch's time for one row, and 0.14 to 0.25 for five rows.
 """
 
 import copy
@@ -42,10 +38,9 @@ class PanelLinear(nn.Module):
     """A linear layer whose weights are stored in the order of `paceline.panel_linear`; sums are float32.
 
     Attributes:
-        panels: [out / 64, in, 64] bfloat16, float16 or int8; or, of 4-bit weights, [out / 64, in, 32] uint8, whose byte
-            i has output i in its lower half and output i + 32 in the upper. Of bfloat16 numbers, outputs i and i + 16
-            of each 32 lie side by side.
-        scales: [out / 64, groups, 64] float32, or 128: the zeros after the scales; a single 1 for 16-bit numbers.
+        panels: [out / 64, in, 64] bfloat16, float16 or int8. Of bfloat16 numbers, outputs i and i + 16 of each 32 are
+            neighbours. 4-bit weights are [out / 64, in, 32] uint8: byte i has output i in its lower half, i + 32 above.
+        scales: [out / 64, groups, 64] float32, or 128 with zeros after the scales; a single 1 for 16-bit numbers.
     """
 
     panels: Tensor
@@ -118,7 +113,7 @@ kernels.define(
 
 
 def pack_large_model(module: nn.Module, name: str, load_library: Callable[[], None]) -> None:
-    """Load the C++ library and pack a module's layers, if it is large enough to build the library for it."""
+    """Load the C++ library and pack a module's layers, if a layer is large enough to build the library for it."""
     layers: list[Any] = [layer for layer in module.modules() if _can_pack(layer)]
     if any(layer.in_features * layer.out_features >= MIN_LARGE for layer in layers):
         load_library()
@@ -128,15 +123,12 @@ def pack_large_model(module: nn.Module, name: str, load_library: Callable[[], No
 
 
 def pack_layers(module: nn.Module) -> int:
-    """Pack quantised layers and every float32 linear layer on the CPU whose weights are 16-bit numbers.
+    """Pack quantised and exact 16-bit layers on the CPU, and return their number; load the library first.
 
-    Returns the number of packed layers.
-
-    Load the library first (`packages.load_kernels`), because the operator's Python definition is slow. Packing frees a
-    layer's float32 weights, unless they are tied to an embedding.
+    Packing frees a layer's float32 weights, unless they are tied to an embedding.
     """
     packed: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
-    # Innermost first, so that the head, usually the largest layer, is packed after the others have freed memory.
+    # Innermost first, so that the head, usually the largest layer, is packed when other layers have freed memory.
     for parent in reversed([parent for parent in module.modules() if type(parent) is not nn.Linear]):
         for name, child in list(parent.named_children()):
             if (layer := packed.get(child) or PanelLinear.pack(child)) is not None:

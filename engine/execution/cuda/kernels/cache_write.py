@@ -23,7 +23,7 @@ def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tenso
 
 @triton.jit
 def _narrowed(numbers):
-    """Return the bits of the nearest float8_e4m3fn; larger numbers become the largest."""
+    """Return the bits of the nearest float8_e4m3fn; numbers above 448 become 448."""
     exact = numbers.to(tl.float32)
     size = tl.minimum(tl.abs(exact), 448.0)
     bits = size.to(tl.int32, bitcast=True)

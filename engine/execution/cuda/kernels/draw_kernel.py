@@ -1,7 +1,7 @@
 """Drawing tokens on CUDA: the best score of each tile of the vocabulary, then the best of all tiles.
 
-The noise of every kernel here is one device function, so that a token does not depend on which of them drew it. Its
-operations round in one way: the hash is of integers, divisions are exact to the last bit, and nothing is fused.
+All kernels share one noise function, so that a token does not depend on the kernel that draws it. The noise rounds in
+one way: the hash is of integers, divisions are exact to the last bit, and nothing is fused.
 """
 
 import torch
@@ -13,10 +13,7 @@ _TILE = 1024
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the noise [n, vocab] of keys [n, 2] and token ids [vocab], both int32; see `engine.sampling.noise`.
-
-    It is that of `noise.plain_gumbel`, whose logarithms may round otherwise.
-    """
+    """Return the noise [n, vocab] of int32 keys [n, 2] and token ids [vocab]: `noise.plain_gumbel` up to rounding."""
     vocab = len(token_ids)
     output = torch.empty((len(keys), vocab), dtype=torch.float32, device=keys.device)
     if len(keys):
@@ -28,13 +25,12 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 def draw(
     logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor, first_id: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's token [n] int64: the argmax of its logits over temperature plus noise, the lowest id of equals.
+    """Return each row's token [n] int64, the argmax of its scores (the lowest id of equals), and its score [n] float32.
 
-    And its score [n] float32.
+    Scores are logits over temperature plus noise.
 
     Args:
-        logits: [n, vocab] float32, or a slice of the vocabulary that starts at token `first_id`; a row without any
-            number draws the first token.
+        logits: [n, vocab] float32, or a slice of the vocabulary from `first_id` on; a row of NaN draws `first_id`.
         temperatures: [n] float32; keys: [n, 2] int32.
         is_drawn: [n] int32; rows of 0 are greedy, without temperature and noise.
     """
@@ -57,7 +53,7 @@ def draw(
 
 @triton.jit
 def _gumbel(key, word_stride, token_ids):
-    """Return the noise of token ids (uint32) for the key that a pointer names; see `noise.uniform`."""
+    """Return the noise of token ids (uint32) for a key in memory; see `noise.uniform`."""
     low = tl.load(key).to(tl.uint32, bitcast=True)
     high = tl.load(key + word_stride).to(tl.uint32, bitcast=True)
     x = token_ids ^ low
@@ -67,7 +63,7 @@ def _gumbel(key, word_stride, token_ids):
     x ^= x >> 13
     x *= tl.full((), 0xC2B2AE35, tl.uint32)
     x ^= x >> 16
-    # A product with a power of two and a sum with a half round once each, so no order of them rounds otherwise.
+    # Multiplying by a power of two is exact, so this rounds alike in any order.
     uniform = tl.minimum(((x >> 1).to(tl.float32) + 0.5) * (2.0**-31), 1 - 2.0**-24)
     # log1p(-uniform) by Kahan: the rounding of 1 - uniform cancels in the quotient.
     rest = 1.0 - uniform

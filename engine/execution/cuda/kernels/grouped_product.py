@@ -1,7 +1,6 @@
 """The product of rows and their experts' weights, as a Triton kernel: one ordered sum for each result, as in `product`.
 
-The number of programs is the most that any choice of experts needs, so that the host waits for no choice; each program
-finds its expert by itself.
+There are enough programs for any choice of experts, so that the host need not wait for the router's choice.
 """
 
 import torch

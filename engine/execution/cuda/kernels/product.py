@@ -21,13 +21,12 @@ def multiply(
     rows: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None,
     scales: Tensor | None = None, zeros: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added.
+    """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and again if a bias is added.
 
     Args:
         weight: numbers of the rows' format; or, with scales, int8, float8_e4m3fn or [out, in / 2] uint8 as
             `pack_nibbles` makes them.
-        out_dtype: the format of the result; None is that of the rows.
-        scales: [out, groups] factors of weights, of equally many inputs each.
+        scales: [out, groups] factors of weights, for groups of equally many inputs.
         zeros: [out, groups] int8, subtracted from weights first.
     """
     count, size = rows.shape
@@ -87,21 +86,21 @@ def _shared_bytes(device: torch.device) -> int:
 
 @triton.jit
 def widened(bits, dtype: tl.constexpr):
-    """Return the numbers of bits of float8_e4m3fn; float16 has a wider exponent, whose zero is 8 higher."""
+    """Convert the bits of float8_e4m3fn through float16, whose exponent bias is higher by 8."""
     wide = bits.to(tl.int16)
     return ((((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True) * 256.0).to(dtype)
 
 
 @triton.jit
 def small_floats(nibbles):
-    """Return the numbers of 4-bit floats e2m1, in float32; float16 has a wider exponent, whose zero is 14 higher."""
+    """Convert 4-bit floats e2m1 to float32 through float16, whose exponent bias is higher by 14."""
     wide = nibbles.to(tl.int16)
     return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.jit
 def powers_of_two(exponents):
-    """Return the numbers of 8-bit exponents e8m0, in float32."""
+    """Convert 8-bit exponents e8m0 to float32."""
     wide = exponents.to(tl.int32)
     return tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
 
@@ -112,7 +111,7 @@ def load_weights(
     INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     zeros=None,
 ):  # fmt: skip
-    """Return a tile of weights [INNER_TILE, outputs] that begins at an input, in the number format of the rows."""
+    """Return the weights [INNER_TILE, outputs] from input `place` on, in the rows' number format."""
     inner = place + tl.arange(0, INNER_TILE)
     if FORMAT == "":
         is_weight = column[None, :] < num_outputs
@@ -154,7 +153,7 @@ def _multiply_kernel(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, zeros=None,
 ):  # fmt: skip
-    """Compute one tile. Programs with the same weights run at the same time, so that these are read once."""
+    """Compute one tile. Programs with the same weights run at the same time, so that weights are read once."""
     row = tl.program_id(0) % num_row_tiles * ROWS_TILE + tl.arange(0, ROWS_TILE)
     column = tl.program_id(0) // num_row_tiles * OUT_TILE + tl.arange(0, OUT_TILE)
     inner = tl.arange(0, INNER_TILE)

@@ -1,9 +1,8 @@
 """Paged attention for CUDA: Triton kernels that read keys and values in their blocks.
 
-A row's context is cut into chunks of fixed length, and chunk c belongs to part c % NUM_PARTS. Each part is attended to
-by itself, and the results are merged in order. So every bit of a token's result depends only on its query and its
-context, not on other tokens or rows, the width of block tables, or how many programs computed the parts. This is
-flash-decoding (Dao et al., 2023) with a split that does not depend on the batch.
+A row's context is cut into chunks of fixed length, and chunk c belongs to part c % NUM_PARTS. Parts are computed
+separately and merged in order. This is flash-decoding (Dao et al., 2023) with a split that does not depend on the
+batch, so every bit of a token's result depends only on its query and its context.
 """
 
 import torch
@@ -19,13 +18,13 @@ from engine.models.layers.layer_attention import AttentionParams
 CHUNK = 256
 """Consecutive places of a part."""
 TILE = 128
-"""Places that are loaded at once, at most; fewer of large keys or values, so that shared memory holds their tiles."""
+"""Most places that are loaded at once; tiles of large keys or values are shorter, to fit into shared memory."""
 NUM_PARTS = 32
-"""Parts of a context; a program computes each, if rows are short."""
+"""Parts of a context; in short rows, each part has its own program."""
 _SIZES = ["length", "num_parts", "blocks_row_stride", "blocks_stride"]
-"""Numbers whose values give a kernel no variants, which would be compiled in the round that has them first."""
+"""Arguments that do not specialise a kernel, because variants would be compiled while requests wait."""
 MAX_SPLIT_LENGTH = 32
-"""Rows of more tokens have enough programs without splitting their context."""
+"""Longer rows have enough programs without splitting their context."""
 MAX_DIM = 256
 """Larger keys or values fit into no GPU's registers."""
 _LOG2_E = 1.4426950408889634
@@ -80,7 +79,7 @@ def attention_constants(
 ) -> tuple[dict[str, int], dict[str, int]]:  # fmt: skip
     """Return the constants of the kernels that attend to chunks and merge them."""
     key_pad, value_pad, copies = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim), heads // kv_heads
-    # Not by length: tiles of other places would round differently.
+    # Not by length, because tiles of other sizes would round differently.
     tile = min(TILE, (1 << 16) // (max(key_pad, value_pad) * item_bytes**2))
     assert CHUNK % tile == 0, "a tile lies in one chunk"
     most_tokens = max(1, (64 if tile == TILE else 32) // copies)
@@ -123,16 +122,13 @@ def _bounds(
 
 @triton.jit
 def _first_chunk(part, start, NUM_PARTS: tl.constexpr):
-    """Return the first chunk of a part that is not before chunk `start`."""
+    """Return a part's first chunk that is not before chunk `start`."""
     return part + tl.cdiv(tl.maximum(start - part, 0), NUM_PARTS) * NUM_PARTS
 
 
 @triton.jit
 def _merged(best, total, other_best, other_total):
-    """Merge two parts of a softmax: return the highest score, the total and the factors of both parts' sums.
-
-    Written with explicit multiply-adds, so that every compilation rounds alike.
-    """
+    """Merge two parts of a softmax by explicit multiply-adds, so that every compilation rounds alike."""
     new_best = tl.maximum(best, other_best)
     shift = tl.where(new_best == float("-inf"), 0.0, new_best)
     kept = tl.exp2(best - shift)
@@ -142,7 +138,7 @@ def _merged(best, total, other_best, other_total):
 
 @triton.jit
 def _left_to_sink(best, total, sink):
-    """Return the softmax's total with a sink's weight in it, and the factor of the sums so far."""
+    """Add a sink's weight to a softmax's total; return the total and the factor of the sums so far."""
     new_best = tl.maximum(best, sink)
     kept = tl.exp2(best - new_best)
     return tl.fma(total, kept, tl.exp2(sink - new_best)), kept
@@ -160,7 +156,7 @@ def _attend_kernel(
 ):  # fmt: skip
     """Attend to parts of the context of one tile of tokens and one key/value head.
 
-    The query heads of that head are rows of the same product: row i is query head i % COPIES of token i // COPIES.
+    COPIES query heads share that head: row i of the product is query head i % COPIES of token i // COPIES.
     """
     num_tiles = tl.cdiv(length, TILE_TOKENS)
     row = tl.program_id(0) // num_tiles

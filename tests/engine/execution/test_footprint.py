@@ -117,7 +117,7 @@ def test_the_widest_of_layers_that_differ_counts():
 def test_slots_take_what_the_cache_allocates_and_a_pass_has_one_chunk_more(tmp_path, monkeypatch):
     path, settings = save(BambaConfig(**BAMBA), tmp_path), {"num_speculative_tokens": 3}
     planned = measure(path, max_num_batched_tokens=100, **settings)
-    kv = backend_of(path).allocate_kv(3, 16, num_states=5, depth=3)
+    kv = backend_of(path).allocate_kv(3, 16, num_slots=5, depth=3)
     slots = [tensor for layer in kv.extras.layers for tensor in (layer.inputs, layer.matrices, *layer.updates)]
     assert planned.state_bytes == sum(tensor.nbytes for tensor in slots) // 5
     assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)

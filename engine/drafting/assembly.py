@@ -1,4 +1,4 @@
-"""Assembly: a target and its draft, checked together and then loaded: both by a script, one of them by a worker."""
+"""Assembly: a target and its draft, checked together and then loaded; a script loads both, a worker either."""
 
 import logging
 from dataclasses import dataclass
@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Assembly:
-    """Models that go together, with settled settings; `assemble` makes it.
-
-    Attributes:
-        shared_ids: the draft's id of each of the target's tokens that it has; None if all ids are the same.
-    """
+    """Models that go together, with settled settings; `assemble` makes it. `shared_ids`: see `shared_tokens`."""
 
     target: ModelSource
     draft: ModelSource | None
@@ -49,7 +45,7 @@ class Assembly:
         return Grammars(self.target, vocab_size=self.target.vocab_size, eos_token_ids=self.target.eos_token_ids)
 
     def load_verifier(self, shard: Shard | None = None) -> ModelVerifier:
-        """Load the target or a rank's shard of it, to be warmed up, or raise ModelError."""
+        """Load the target or a rank's shard of it, or raise ModelError; it still has to warm up."""
         method, engine = self.method, self.engine
         model = load_target(self.target, shard, keeps_kv=not method.reads_features)
         backend = make_backend(model, self.target, engine, branches=method.branches(engine))
@@ -60,11 +56,9 @@ class Assembly:
         return verifier
 
     def load_draft(self, *, run_ahead: bool = False, features: FeatureStore | None = None) -> DraftModel:
-        """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted.
+        """Load the draft, or raise ModelError; it never drafts ids beyond the target's vocabulary.
 
-        Args:
-            run_ahead: whether it will draft before the verdict is known.
-            features: the target's, as they arrive; only a head reads them.
+        run_ahead: it will draft before the verdict is known; features: the target's as they arrive, for a head.
         """
         assert self.draft is not None, "the method drafts with a model"
         method, engine = self.method, self.engine
@@ -77,11 +71,9 @@ class Assembly:
 
 
 def assemble(target: ModelSource, draft: ModelSource | None, engine: EngineConfig) -> Assembly:
-    """Return a pair to be loaded, given its settled settings; the draft is None where this process loads none.
+    """Return a pair to be loaded, given settled settings; `draft` is None where this process loads none.
 
-    Raises:
-        ModelError: there is no such model, or a setting does not fit it.
-        ModelMismatchError: the two have less than half of the draft's tokens in common.
+    Raises ModelError for a missing model or an unfit setting, and what `shared_tokens` raises.
     """
     check_self_draft(engine, target)
     target.check_length(engine.max_model_len)
@@ -89,7 +81,7 @@ def assemble(target: ModelSource, draft: ModelSource | None, engine: EngineConfi
 
 
 def check_files(target: ModelSource, draft: ModelSource | None, world_size: int) -> None:
-    """Raise ModelError if a pair and its head cannot be loaded, or do not fit; of weights, only headers are read."""
+    """Raise ModelError if a pair and its head cannot be loaded or do not fit; reads only the headers of weights."""
     for source in filter(None, (target, draft)):
         module = check_module(source)
         if source.head is not None:

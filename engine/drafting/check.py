@@ -1,4 +1,4 @@
-"""Checks drafts before anything is computed for them: a malformed one would spoil the text's law, or a pass."""
+"""Checks drafts before anything is computed for them: a malformed draft would spoil a pass, or bias the text."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from engine.errors import DrafterError
 from engine.protocols import Draft, ProposeRow
 
 _TOLERANCE = 1e-3
-"""How far the sum of a row may be from 1: its probabilities may be half precision's."""
+"""How far a row's sum may be from 1, because probabilities may be half precision."""
 
 
 def check_drafts(drafts: Sequence[Draft], rows: Sequence[ProposeRow], vocab_size: int) -> None:
@@ -50,7 +50,7 @@ def _row_problem(draft: Draft, vocab_size: int) -> str | None:
             return "a distribution that names a token twice"
         if token_id not in row_ids:
             return "a token that is not in its distribution"
-        # Written so that nan is refused, too: it is not within any bound.
+        # Written so that nan is refused, too: every comparison with it is false.
         if not (min(row_probs) >= 0 and abs(sum(row_probs) - 1) <= _TOLERANCE):
             return f"probabilities that are negative, or that sum to {sum(row_probs):g} instead of 1"
         if row_probs[row_ids.index(token_id)] == 0:

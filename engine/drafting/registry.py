@@ -1,7 +1,7 @@
 """Drafting methods by their name in the configuration: how to make the drafter, and the process that runs it.
 
 To add a method, write its file, and give it a line in `METHODS` and its name in `engine.config.Drafting`. A factory
-imports the method's file when it is called: the Router asks where a method runs, and has no need of torch. A method
+imports the method's file when it is called, because the Router needs no torch to ask where a method runs. A method
 elsewhere is named by its import path: a `Method`, or a class of drafters for the Router, made of an `EngineConfig`.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _CHAIN_RULES = ("coupled", "rejection", "block")
 
 Process = Literal["router", "draft", "target"]
-"""Where a method runs in a speculation group: with the committed tokens, in a draft worker, or with the target."""
+"""Where a method runs: in the Router, in a draft worker, or in the target's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,45 +35,32 @@ class Method:
     """One way to draft.
 
     Attributes:
-        runs_in: a method that runs in a draft worker is the one that loads a draft model.
         make: returns the drafter; the draft model is None for a method that loads none.
-        proposes: False if no draft is ever made, so that nothing has to be reserved for one.
-        in_front: returns the drafter that the engine calls instead of it, which may be in another process; None if the
-            engine calls the drafter itself.
-        drafts_trees: drafts may be trees, not only chains.
-        rules: the verification rules that accept its drafts.
-        runs_ahead: the rules that let a draft worker draft before the verdict is known.
-        chain_rules: the rules that need trees of independent chains from the tip.
-        reads_features: a head in the draft worker drafts, so the target's first rank sends it the target's features.
-        make_in_target: of a method that runs in the target, returns the drafter that the verifier calls there, given
-            the target's backend and its KV cache; the drafter of `make` then leaves every draft to it.
-        drafts_with: the weights that it drafts with, if they are no draft model's: the trained head that `draft_model`
-            names, the head in the target's checkpoint, or the target's first layers.
+        in_front: wraps the drafter, or a link to it, for the engine; None if the engine calls it directly.
+        make_in_target: returns the verifier's drafter in the target; `make`'s drafter then defers every draft to it.
+        drafts_with: `draft_model`'s head, the head in the target's checkpoint, or the target's first layers.
     """
 
-    runs_in: Process
+    runs_in: Process  # only methods in a draft worker load a draft model
     make: Callable[[EngineConfig, DraftModel | None], Drafter]
-    proposes: bool = True
+    proposes: bool = True  # False if no draft is ever made
     in_front: Callable[[EngineConfig, Drafter], Drafter] | None = None
     drafts_trees: bool = False
-    rules: Collection[str] = _CHAIN_RULES
-    runs_ahead: Collection[str] = ()
-    chain_rules: Collection[str] = ()
-    reads_features: bool = False
+    rules: Collection[str] = _CHAIN_RULES  # verification rules that accept the drafts
+    runs_ahead: Collection[str] = ()  # rules that allow run-ahead
+    chain_rules: Collection[str] = ()  # rules whose trees must be independent chains from the tip
+    reads_features: bool = False  # a head in the draft worker drafts, and the target sends features
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
     drafts_with: Literal["head", "target_head", "target_layers"] | None = None
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
-        """Return the drafter that the engine calls, given `make`'s drafter or a link to it.
-
-        Around every method, it drafts from the predictions of requests that bring one.
-        """
+        """Return the drafter that the engine calls, given `make`'s drafter or a link; it copies predictions, too."""
         if self.in_front is not None:
             drafter = self.in_front(config, drafter)
         return drafter if config.speculation == "off" else CombinedDrafter(drafter, PredictionCopier())
 
     def branches(self, config: EngineConfig, *, run_ahead: bool = False) -> tuple[int, ...]:
-        """Return the possible tokens of a request in passes over trees, and in passes that run ahead."""
+        """Return how many tokens a request may have in passes over trees, and in run-ahead passes."""
         from engine.drafting.run_ahead.passes import WIDTHS
 
         trees = range(2, 2 + config.num_speculative_tokens) if self.drafts_trees else ()
@@ -165,10 +152,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def method_of(name: str) -> Method:
-    """Return the method of a name in `METHODS` or of an import path; raise ConfigError if there is none.
-
-    "auto" is "model" here; `settle` replaces it by what suits the pair.
-    """
+    """Return the method of a name ("auto" as "model") or an import path; raise ConfigError if there is none."""
     if ":" not in name:
         return METHODS["model" if name == "auto" else name]
     made = import_named("drafting", name)

@@ -1,6 +1,6 @@
 """Settles a pair's settings once, where a process starts: which method drafts, and which models it loads.
 
-The answer travels: the `drafting` of settled settings names the method, so nothing downstream decides again.
+Settled settings name the method, so nothing downstream decides again.
 """
 
 import logging
@@ -22,17 +22,11 @@ _HEAD_METHODS = [name for name, method in METHODS.items() if method.drafts_with 
 
 
 class Settled(NamedTuple):
-    """The outcome of a pair's settings: the models to load, and the engine's settings.
+    """The models to load, and the engine's settings."""
 
-    Attributes:
-        target: with the head that drafts in its process, if there is one.
-        draft: None if the method loads no draft model.
-        engine: its `drafting` names the method, "none" where nothing may be drafted.
-    """
-
-    target: ModelConfig
-    draft: ModelConfig | None
-    engine: EngineConfig
+    target: ModelConfig  # with the head that drafts in its process
+    draft: ModelConfig | None  # None if the method loads no draft model
+    engine: EngineConfig  # `drafting` names the method; "none" where nothing may be drafted
 
     @property
     def method(self) -> Method:
@@ -41,14 +35,10 @@ class Settled(NamedTuple):
 
 
 def settle(pair: PairConfig) -> Settled:
-    """Return the target with its head, the draft model to load, if any, and the engine's settings.
+    """Return the models to load and the engine's settings; raise ConfigError if two settings do not fit each other.
 
-    Whether the draft model is a trained head is known by its config.json; where that is not, `drafting` has to say it.
-    If the method makes no drafts, they have k = 0. If none are wanted, speculation is off, so that not even predictions
-    are drafted from.
-
-    Raises:
-        ConfigError: two settings do not fit each other.
+    A config.json tells whether the draft model is a head; if it is not on this machine, `drafting` has to say so. A
+    method without drafts gets k = 0; if the settings ask for k = 0, speculation is off, and predictions are not copied.
     """
     draft, model = pair.draft, f"draft_model is {pair.draft_model!r}"
     settings = _settings_of(draft)
@@ -56,7 +46,7 @@ def settle(pair: PairConfig) -> Settled:
     if has_head and pair.drafting == "auto":
         pair = replace(pair, drafting="head")
     name = choose_method(pair.engine, has_draft_model=draft is not None)
-    # A head is checked even if nothing is drafted, and its target taken.
+    # Even if nothing is drafted, a head is checked and names the target.
     drafting, wanted, method = pair.drafting, method_of(pair.drafting), method_of(name)
     needs_head = wanted.drafts_with == "head"
     if needs_head and (draft is None or (settings and not has_head)):
@@ -88,12 +78,9 @@ def settle(pair: PairConfig) -> Settled:
 
 
 def choose_method(config: EngineConfig, *, has_draft_model: bool) -> str:
-    """Return the name of the method that `config.drafting` asks for, "none" if nothing may be drafted.
+    """Return the method that `config.drafting` asks for, "none" if nothing may be drafted.
 
-    "auto" is "model" if there is a draft model, else "suffix".
-
-    Raises:
-        ConfigError: the method needs a draft model, and there is none; or two settings do not fit each other.
+    "auto" is "model" if there is a draft model, else "suffix". Raises ConfigError if settings do not fit each other.
     """
     drafting = config.drafting
     name = drafting if drafting != "auto" else "model" if has_draft_model else "suffix"
@@ -127,13 +114,10 @@ def check_run_ahead(engine: EngineConfig, run_ahead: str) -> None:
 
 
 def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) -> None:
-    """Check that target and draft are of one kind, and that models of this kind can draft so.
+    """Check that target and draft are of one kind, and that such models can draft by this method.
 
-    A warning tells if a head was trained for another target; one of the right sizes is served.
-
-    Raises:
-        ModelMismatchError: they are of different kinds.
-        ModelError: there is no such model, or the method does not fit.
+    Raises ModelMismatchError for different kinds, and ModelError if the method does not fit. Warns if a head was
+    trained for another target.
     """
     if (head := target.head) is not None:
         target.refuse("heads")

@@ -1,6 +1,6 @@
 """How does a trained head draft from a target's layers?
 
-In reading order: `config` (what a head's files say), `head` (the base class, and where it keeps what it knows),
-`tapped` (the target that feeds it), `registry` (every kind by name), `head_weights` (loads a head), the kinds:
-`eagle3`, `peagle`, `dflash`, `mtp`, and `dense_context` (a head over whole texts, for training).
+In reading order: `config` (what a head's files say), `head` (the base class, and what it caches), `tapped` (the target
+that feeds it), `registry` (every kind by name), `head_weights` (loads a head), the kinds `eagle3`, `peagle`, `dflash`,
+`mtp`, and `dense_context` (a head over whole texts, for training).
 """

@@ -1,7 +1,7 @@
-"""HeadConfig: what a trained head is made of, read from the config.json of every published form.
+"""HeadConfig: what a trained head is made of, read from the config.json of `speculators` or of a paper's authors.
 
-A form is that of `speculators` or that of a paper's authors. A wrong tap, norm or layout changes no text and only costs
-accepted tokens, so what a file leaves open is refused, not guessed. The Router recognises heads here: no torch.
+A wrong tap, norm or layout changes no text and only costs accepted tokens, so what a file leaves open is refused, not
+guessed. The Router recognises heads here: no torch.
 """
 
 import copy
@@ -25,7 +25,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_BLOCKS, ("qwen3",)),
     "mtp": (),
 }
-"""The model types that the layers of each kind may have; none where they are the target's."""
+"""The model types that a kind's layers may have; empty if they are the target's."""
 _SERVED: Mapping[str, object] = {
     "verifier_accept_k": 1,
     "accept_tolerance": 0,
@@ -36,7 +36,7 @@ _SERVED: Mapping[str, object] = {
     "use_swa": False,
     "quantization_config": None,
 }
-"""Fields of which only one value is served; the first two would accept tokens that the target does not draw."""
+"""Fields with only one served value; other values of the first two accept tokens that the target does not draw."""
 _TAP_FIELDS: Mapping[str, int] = {
     "eagle_aux_hidden_state_layer_ids": 0,
     "aux_hidden_state_layer_ids": 0,
@@ -45,52 +45,38 @@ _TAP_FIELDS: Mapping[str, int] = {
     "target_layer_ids": 1,
     "dspark_target_layer_ids": 1,
 }
-"""The fields of tapped layers: an id is the number of layers up to the tap, or needs 1 to be it."""
+"""Fields of tapped layers, and what to add to their ids to get the number of layers before the tap."""
 _MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")
 _SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """What a head's files say about it.
+    """What a head's files say about it."""
 
-    Attributes:
-        kind: a name in `engine.heads.registry.HEADS`.
-        layers: the configuration of the head's own layers, as of a model of transformers; of an MTP layer, the target's
-            with one layer.
-        taps: the target's layers whose outputs the head reads, each by the number of layers up to it, in the order of
-            the columns of `fc`.
-        logit_scale, logit_cap: what the target's logits are multiplied with, and softly capped to; so are the head's.
-        vocab_size: the target's; draft_vocab_size: the tokens that the head can draft.
-        target_hidden_size: the width of the outputs that it reads.
-        block_size: places of a block; 0 if there is no limit.
-        sample_from_anchor: the first place of a block predicts a token, too.
-        sliding_window_non_causal: in layers with a window, places of a block see later ones, too.
-    """
-
-    kind: str
-    layers: "PreTrainedConfig"
-    taps: tuple[int, ...]
-    vocab_size: int
-    draft_vocab_size: int
-    target_hidden_size: int
+    kind: str  # a name in `engine.heads.registry.HEADS`
+    layers: "PreTrainedConfig"  # of the head's own layers; for MTP, the target's with one layer
+    taps: tuple[int, ...]  # target layers before each output that `fc` reads, in the order of its columns
+    vocab_size: int  # the target's
+    draft_vocab_size: int  # how many tokens the head can draft
+    target_hidden_size: int  # width of the tapped outputs
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     fc_bias: bool = False
-    block_size: int = 0
+    block_size: int = 0  # places of a block; 0 without limit
     mask_token_id: int | None = None
-    sample_from_anchor: bool = False
-    sliding_window_non_causal: bool = False
+    sample_from_anchor: bool = False  # a block's first place predicts a token, too
+    sliding_window_non_causal: bool = False  # in layers with a window, places of a block see later places
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
-    logit_scale: float = 1.0
+    logit_scale: float = 1.0  # the target's, as is `logit_cap`
     logit_cap: float | None = None
 
     @property
     def max_draft_tokens(self) -> int:
-        """Draft tokens of one pass at most."""
+        """The most draft tokens of one pass."""
         return self.block_size - (not self.sample_from_anchor) if self.block_size else sys.maxsize
 
 
@@ -118,15 +104,12 @@ def verifier_of(settings: Mapping[str, Any]) -> str | None:
 def read_head_config(source: ModelSource, target: ModelSource) -> HeadConfig:
     """Return what a head is made of; `source` is the target itself for the MTP layers of its checkpoint.
 
-    Raises:
-        ModelError: it is of an unknown kind, does not fit the target, or leaves open how it is computed.
+    Raises ModelError if the kind is unknown, the head does not fit the target, or its files leave its computation open.
     """
     return _Reader(source, target).read()
 
 
 class _Reader:
-    """Reads a head's fields, wherever its form has them."""
-
     def __init__(self, source: ModelSource, target: ModelSource) -> None:
         self._source, self._target, self._settings = source, target, source.settings
         self._is_speculators = "speculators_model_type" in self._settings
@@ -156,10 +139,12 @@ class _Reader:
         layers = self._layers(_KINDS[kind])
         draft_vocab_size = fields.get("draft_vocab_size", 32000 if self._is_speculators else None) or vocab_size
         mask, of_target = self._first(*_MASK_IDS), f"of the target {self._target.path}"
-        own, own_width = layers.vocab_size, fields.get("target_hidden_size") or layers.hidden_size
-        self._check(own == vocab_size, f"its vocab_size is {own}, and that {of_target} {vocab_size}")
-        widths = f"its target_hidden_size is {own_width}, and the hidden_size {of_target} {width}"
-        self._check(own_width == width, widths)
+        head_vocab_size, head_width = layers.vocab_size, fields.get("target_hidden_size") or layers.hidden_size
+        self._check(
+            head_vocab_size == vocab_size, f"its vocab_size is {head_vocab_size}, and that {of_target} {vocab_size}"
+        )
+        widths = f"its target_hidden_size is {head_width}, and the hidden_size {of_target} {width}"
+        self._check(head_width == width, widths)
         sizes = f"draft_vocab_size is {draft_vocab_size}, and vocab_size {vocab_size}"
         self._check(draft_vocab_size <= vocab_size, sizes)
         is_token = kind == "eagle3" or (isinstance(mask, int) and mask < vocab_size)
@@ -175,7 +160,7 @@ class _Reader:
         )
 
     def _layers(self, model_types: tuple[str, ...]) -> Any:
-        # What differs from the defaults of a class in one form, everything in the others.
+        # `speculators` states only what differs from a class's defaults, authors' forms state everything.
         form = self._settings.get("transformer_layer_config") or {} if self._is_speculators else self._settings
         settings = dict(form)
         model_type = settings.setdefault("model_type", model_types[-1])
@@ -191,7 +176,6 @@ class _Reader:
         return layers
 
     def _taps(self, num_layers: int, width: int) -> tuple[int, ...]:
-        """Return the tapped layers in the file's order, the order of the columns of `fc`."""
         stated: dict[str, tuple[int, ...]] = {}
         for field, shift in _TAP_FIELDS.items():
             section, _, name = field.rpartition(".")
@@ -215,7 +199,7 @@ class _Reader:
         norms: dict[str, Any] = {name: bool(self._fields.get(name)) for name in names}
         is_clear = not (norms["norm_before_fc"] and norms["fc_norm"])
         self._check(is_clear, "norm_before_fc and fc_norm exclude each other, and both are true")
-        # False in all other forms; readers of this one disagree about its default.
+        # Authors' forms mean False; readers of `speculators` disagree about the default.
         is_open = self._is_speculators and self._kind == "eagle3" and self._fields.get(names[0]) is None
         self._check(not is_open, f"{names[0]} is missing; add the value that it was trained with to its config.json")
         return norms

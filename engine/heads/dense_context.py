@@ -1,7 +1,7 @@
 """DenseContext: what a head reads and writes while it runs over whole texts, in place of a KV cache.
 
-First the head absorbs all tokens, as the target's passes make it do when it is served. Then drafts start at many places
-at once, and each attends to the tokens before its start and to its own places, as if it were the only one.
+First the head absorbs all tokens, as during the target's passes. Then drafts start at many places at once; each attends
+to the tokens before its start and to its own places.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,10 @@ from engine.models.layers.layer_attention import AttentionParams
 
 
 class DenseContext:
-    """An `AttentionContext` over tensors that autograd follows; it serves heads whose layers are Llama's or Qwen3's.
-
-    Attributes:
-        states: [texts * starts * places, state_size] what the last pass wrote.
-    """
+    """An `AttentionContext` that autograd follows; states: [texts * starts * places, state_size] of the last pass."""
 
     def __init__(self, features: Tensor) -> None:
-        """Begin with the features of all tokens, [texts, length, state_size], which are then absorbed."""
+        """Begin with the features of all tokens, [texts, length, state_size], to be absorbed."""
         self.taps: dict[int, Tensor] = {}
         self._features = features
         self._starts = torch.zeros(len(features), 1, dtype=torch.int64, device=features.device)
@@ -33,21 +29,21 @@ class DenseContext:
         self.states = features.roll(1, 1).flatten(0, 1)
 
     def begin(self, starts: Tensor) -> None:
-        """Begin drafts whose first token has place `starts`, [texts, starts]; the tokens are absorbed."""
+        """Begin drafts after the absorbed tokens; `starts`: [texts, starts] the place of each draft's first token."""
         self._context, self._written, self._starts = self._written, {}, starts
         indices = (starts - 1).unsqueeze(-1).expand(-1, -1, self._features.shape[-1])
         self.states = self._features.gather(1, indices).flatten(0, 1)
 
     def read_states(self, *, of_parents: bool) -> Tensor:
-        """Return states of a pass's tokens; see `AttentionContext`. Their own are features: drafts read none."""
+        """Return parents' states, or, to absorb tokens, their own features; see `AttentionContext`."""
         return self.states if of_parents else self._features.flatten(0, 1)
 
     def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
-        """Keep the states of a pass for the next one."""
+        """Keep the states of a pass for the next pass."""
         self.states = states
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep a pass's keys and values behind those of the passes before; see `AttentionContext`."""
+        """Append a pass's keys and values to earlier passes'; see `AttentionContext`."""
         new = self._by_start(key), self._by_start(value)
         if layer in self._written:
             old = self._written[layer]
@@ -78,8 +74,8 @@ class DenseContext:
         scale = params.scaling or query.shape[-1] ** -0.5
         joined = torch.cat(scores, -1).float() * scale
         weights = joined.masked_fill(~torch.cat(masks, -1)[:, :, None, None], -torch.inf).softmax(-1).to(values.dtype)
-        own = weights[..., weights.shape[-1] - parts[-1].shape[2] :]
-        output = torch.einsum("tshgqk,tskhd->tsqhgd", own, parts[-1])
+        new_weights = weights[..., weights.shape[-1] - parts[-1].shape[2] :]
+        output = torch.einsum("tshgqk,tskhd->tsqhgd", new_weights, parts[-1])
         if len(parts) > 1:
             output = output + torch.einsum("tshgqk,tkhd->tsqhgd", weights[..., : parts[0].shape[1]], parts[0])
         return output.flatten(3, 4).flatten(0, 2)
@@ -92,7 +88,7 @@ class DenseContext:
 
 @torch.no_grad()
 def read_target(target: PreTrainedModel, taps: Sequence[int], token_ids: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the outputs of tapped layers, [texts, length, width] each, and the logits of texts [texts, length]."""
+    """Return tapped layers' outputs, [texts, length, width] each, and the logits, for token ids [texts, length]."""
     outputs: dict[int, Tensor] = {}
     _, layers = decoder_layers(target)
     hooks = [layers[tap - 1].register_forward_hook(partial(_keep, outputs, tap)) for tap in set(taps)]

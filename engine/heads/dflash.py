@@ -1,9 +1,8 @@
 """DFlashHead: predicts a block of masked places in one pass.
 
-In DFlash (Chen et al., arXiv:2602.06036), keys and values of the context are projections of the target's features, and
-each belongs to one token alone. DSpark (arXiv:2607.05147) adds a bias by the token that is drawn before a place. Its
-confidence head is not read: it predicts how much two distributions overlap, not whether their draws agree under shared
-noise, and whether one more token pays depends on the load, which the planner measures.
+In DFlash (Chen et al., arXiv:2602.06036), keys and values of the context are projections of each token's own feature.
+DSpark (arXiv:2607.05147) adds a bias by the token drawn before a place. Its confidence head is not read: it predicts
+the overlap of two distributions, not whether draws under shared noise agree.
 """
 
 from collections.abc import Sequence
@@ -19,11 +18,9 @@ from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContex
 
 
 class DFlashHead(Head):
-    """Drafts a block whose places see one another, but causally in a layer with a window, unless it is said otherwise.
+    """Drafts a block whose places see one another; in a layer with a window they attend causally by default.
 
-    Attributes:
-        num_unread: places of a block before the first one that predicts: the last committed token's, or none.
-        markov_head: None if a place's logits do not depend on the token that is drawn before it.
+    num_unread: a block's places before the first that predicts; markov_head: None if logits ignore the token before.
     """
 
     drafts_blocks: ClassVar[bool] = True
@@ -51,7 +48,7 @@ class DFlashHead(Head):
         return result
 
     def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
-        """Write the keys and values of the tokens' own features; see `Head.absorb`."""
+        """Write keys and values of the tokens' own features; see `Head.absorb`."""
         features = context.read_states(of_parents=False).unsqueeze(0).to(self.norm.weight.dtype)
         rotary = self.rotary_emb(features, positions)
         for layer in self.layers:
@@ -61,7 +58,7 @@ class DFlashHead(Head):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
     ) -> HeadOutput:
-        """Compute blocks, each of a request's last committed token and masks; arguments as in `Eagle3Head.forward`."""
+        """Compute blocks of a last committed token and masks each; arguments as in `Eagle3Head.forward`."""
         hidden = self.embed_tokens(input_ids)
         rotary = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:
@@ -73,7 +70,7 @@ class DFlashHead(Head):
 
 
 class MarkovHead(nn.Module):
-    """The bias of a place's logits by the token drawn before it: of low rank, gated by the place, or recurrent."""
+    """The bias of a place's logits by the token drawn before it: low-rank, gated by the place, or recurrent."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -88,15 +85,9 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank)
 
     def forward(self, previous: Tensor, hidden: Any, state: Any) -> tuple[Tensor, Any]:
-        """Return the bias and the next state.
+        """Return the bias, [n, draft_vocab_size], and the next state, [n, rank] or None.
 
-        Args:
-            previous: [n] tokens of the target's vocabulary.
-            hidden: [n, hidden] last hidden vectors of the places; None unless `reads_hidden`.
-            state: that of the places before; None at the first places.
-
-        Returns:
-            [n, draft_vocab_size], and [n, rank] or None.
+        previous: [n] target tokens; hidden: [n, hidden] of the places, if `reads_hidden`; state: None at first places.
         """
         embedded = self.markov_w1(previous)
         if self._type == "gated":

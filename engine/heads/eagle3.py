@@ -1,7 +1,7 @@
-"""EAGLE-3 (Li et al., arXiv:2503.01840) and EAGLE-3.1: a layer over (token, feature of the token before it).
+"""EAGLE-3 (Li et al., arXiv:2503.01840) and EAGLE-3.1: layers over each token and its predecessor's feature.
 
-A token's feature is the target's outputs at a few layers, projected to the head's width. Where the target has not
-computed the token before, its own output takes the feature's place, as in training ("training-time test").
+A feature is the target's outputs at a few layers, projected to the head's width. If the target has not computed the
+predecessor, the head's own output replaces the feature, as in training ("training-time test").
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLaye
 
 
 class Eagle3Head(Head):
-    """Drafts one token a pass; its names are those of `speculators`."""
+    """Drafts one token a pass; its parameters have the names of `speculators`."""
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
         super().__init__(config, embed_tokens, lm_head, first_layer)
@@ -68,12 +68,7 @@ class Eagle3Head(Head):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
     ) -> HeadOutput:
-        """Compute a pass, and keep the head's own states of the tokens that need logits.
-
-        Args:
-            input_ids, position_ids: [1, tokens].
-            logits_to_keep: [n] the indices of the tokens that need logits.
-        """
+        """Compute a pass over [1, tokens], and keep the head's own states of the tokens in `logits_to_keep`, [n]."""
         embedded, states = self._drafting_inputs(input_ids, paged)
         rotary = self.rotary_emb(embedded, position_ids)
         for layer in range(len(self.layers)):
@@ -91,7 +86,6 @@ class Eagle3Head(Head):
         return self._inputs(token_ids, context)
 
     def _joined(self, index: int, embedded: Tensor, states: Tensor) -> Tensor:
-        """Return the input of a layer's attention."""
         layer: Any = self.layers[index]
         if index:
             normed: Tensor = layer.input_layernorm(states)

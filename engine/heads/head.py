@@ -1,10 +1,9 @@
 """Head: the base class of trained heads, small models that draft from the outputs of a target's layers.
 
-Everything that a head keeps about a context is in the target's KV cache: its own layers' keys and values behind those
-of the target, and one state per token. The state of a committed token is its feature, made from the tapped outputs of
-the target's layers; every pass of the target writes it. While drafting, a head leaves its own states in the places of
-the tokens that it reads, and the verification overwrites them. So whatever shares, moves, frees or recomputes the
-target's blocks does so for the head as well, and a rejected draft leaves no trace.
+All that a head keeps of a context is in the target's KV cache: its keys and values in layers after the target's, and
+one state per token. A committed token's state is its feature, made from tapped outputs in every pass of the target.
+While drafting, a head writes its own states over those of the tokens that it reads; the verification overwrites them.
+So a rejected draft leaves no trace, and whatever shares, moves or frees the target's blocks serves the head, too.
 """
 
 from collections.abc import Sequence
@@ -20,40 +19,32 @@ from engine.models.layers.layer_attention import AttentionContext, KVShape
 from engine.models.source import ModelSource
 
 NEVER = -1e30
-"""Logit of tokens that a head cannot draft: of probability 0, but finite."""
+"""Logit of tokens that a head cannot draft: probability 0, but finite."""
 Rotary = tuple[Tensor, Tensor]
-"""The cosines and sines of a pass's positions."""
+"""Cosines and sines of a pass's positions."""
 
 
 class HeadOutput(NamedTuple):
-    """What `Head.forward` returns: logits [1, n, vocab]."""
+    """What `Head.forward` returns; logits: [1, n, vocab]."""
 
     logits: Tensor
 
 
 class Head(nn.Module):
-    """A trained head over the cache of its target; see the module's docstring.
+    """A trained head over the cache of its target.
 
     Attributes:
         embed_tokens, lm_head: its own, or the target's.
-        num_tokens: it drafts this many of the first ids of its logits; the target's tokenizer has no others.
-        target_ids: [draft vocabulary] the target's id of each of its tokens; None if it has all of them in order.
-        drafts_blocks: one pass drafts several tokens; else each pass drafts one.
-        keeps_kv: the cache has its keys and values, and not only its states; those are with the head that drafts.
-        attends_from: the first place that its layers attend to: one that files (token, feature of the token before it)
-            under the token has nothing at place 0.
+        num_tokens: only ids of logits below it are drafted; the target's tokenizer has no others.
+        target_ids: [draft vocabulary] the target's id of each draft token; None if all are the same.
     """
 
-    drafts_blocks: ClassVar[bool] = False
-    attends_from: int = 1
-    keeps_kv: bool = True
+    drafts_blocks: ClassVar[bool] = False  # one pass drafts several tokens
+    attends_from: int = 1  # place 0 is empty if a place combines a token with the feature of the token before
+    keeps_kv: bool = True  # False in a target whose head runs in a draft worker
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
-        """Store the parts that a head may share with its target.
-
-        Args:
-            first_layer: the index of its first layer in the cache.
-        """
+        """Store what a head may share with its target; `first_layer` is the index of its first layer in the cache."""
         super().__init__()
         self.config = config
         self.first_layer = first_layer
@@ -64,28 +55,28 @@ class Head(nn.Module):
 
     @property
     def kv_shape(self) -> KVShape:
-        """The keys and values that it caches per token."""
+        """Keys and values that it caches per token."""
         shape = kv_shape(self.config.layers, 1)
         return shape if self.keeps_kv else shape._replace(layers=0)
 
     @property
     def state_size(self) -> int:
-        """Numbers of a token's state."""
+        """The number of values in a token's state."""
         return int(self.config.layers.hidden_size)
 
     def feature(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return the feature of each token, [tokens, state_size], from the tapped outputs [tokens, width]."""
+        """Return each token's feature, [tokens, state_size], given the tapped outputs [tokens, width]."""
         raise NotImplementedError
 
     def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
-        """Write the keys and values of a pass's tokens, whose features are in the cache; both are [1, tokens]."""
+        """Write the keys and values of a pass's tokens, [1, tokens], whose features are cached."""
         raise NotImplementedError
 
     def attach(self, lm: nn.Module, source: ModelSource) -> None:
-        """Take what it needs of the target's module, and check its files, or raise ModelError; they are read later."""
+        """Take what the head needs of the target's module; raise ModelError if files do not fit. Weights come later."""
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head's last layer, as models of transformers do."""
+        """Return the output head, as transformers' models do."""
         return self.lm_head
 
     def vocab_logits(self, hidden: Tensor) -> Tensor:
@@ -104,11 +95,7 @@ class Head(nn.Module):
 
 
 def keys_and_values(attention: Any, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of an attention of Llama's or Qwen3's kind, [kv_heads, tokens, head_dim] each.
-
-    Args:
-        hidden: [1, tokens, width].
-    """
+    """Return the keys and values of [1, tokens, width] hidden states, [kv_heads, tokens, head_dim] each."""
     shape = (*hidden.shape[:-1], -1, attention.head_dim)
     key, value = (projection(hidden).view(shape) for projection in (attention.k_proj, attention.v_proj))
     if hasattr(attention, "k_norm"):
@@ -123,12 +110,12 @@ def head_model(model: CausalLM) -> CausalLM:
     head = getattr(model.module, "head", None)
     assert isinstance(head, Head), "no head is loaded"
     is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
-    # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.
+    # Each rank holds the whole head, except for its slice of an output head that the target shares.
     return replace(without_target(model, head), shard=model.shard if is_shared else None)
 
 
 def without_target(model: CausalLM, head: Head, **facts: Any) -> CausalLM:
-    """Return a head as a model of its own; `facts` are those of `ModelInfo` that are not the target's."""
+    """Return a head as a model by itself; `facts` are fields of its `ModelInfo` that differ from the target's."""
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     info = replace(model.info, num_parameters=num_parameters, state_chunk=0, **facts)
     return replace(model, module=head, head=head, info=info, state_shapes=())

@@ -1,4 +1,4 @@
-"""Loads a head under the names of `speculators`, whichever form its files have; what they lack is the target's."""
+"""Loads a head under the names of `speculators`, whatever its files use; missing embeddings are the target's."""
 
 import re
 from typing import Any, cast
@@ -21,24 +21,20 @@ _RENAMINGS: tuple[tuple[str, Any], ...] = (
     (r"^additional_layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + 1}."),
     (r"^draft_id_to_target_id$", "d2t"),
 )
-"""What tensors are called in the forms of authors."""
+"""Patterns of authors' tensor names, and the names of `speculators`."""
 _MAPS = ("d2t", "t2d")
 _NOT_READ = re.compile(r"(verifier_(lm_head|norm)|confidence_head)\.|.*\.inv_freq$")
-"""Tensors that only training reads, and DSpark's confidence: what is accepted is measured instead."""
+"""Tensors for training only, and DSpark's confidence, which measured acceptance replaces."""
 
 
 def fill_head(head: Head, source: ModelSource, target: ModelSource, lm: nn.Module, device: torch.device) -> None:
-    """Load the weights of a head; its embedding and last layer become those of the target's module if it has none.
-
-    Raises:
-        ModelError: the files lack a tensor, or have one that is unknown or of another shape.
-    """
+    """Load a head's weights, or share the target's embedding and output head; raise ModelError if files do not fit."""
     config, model = head.config, cast("Any", lm)
     head.attach(lm, source)
-    names = getattr(head, "names", None) or HeadNames()  # those of MTP layers depend on the target's family
+    names = getattr(head, "names", None) or HeadNames()  # names of MTP layers depend on the target's family
     stored = {names.parameter(name): name for name in source.weight_shapes}
     embedding: Tensor = model.get_input_embeddings().weight
-    # Only the weight of an embedding: targets that scale theirs have heads that do not.
+    # Only the weight: heads do not scale embeddings, even if their target does.
     embed_tokens = nn.Embedding(len(embedding), embedding.shape[-1], _weight=embedding)
     shared = {"embed_tokens": embed_tokens, "lm_head": model.get_output_embeddings()}
     shared = {name: module for name, module in shared.items() if f"{name}.weight" not in stored}
@@ -60,13 +56,13 @@ def fill_head(head: Head, source: ModelSource, target: ModelSource, lm: nn.Modul
 
 
 def _target_ids(source: ModelSource, config: HeadConfig, names: FileNames) -> Tensor | None:
-    """Return the target's id of each draft token, from offsets or from ids; None if all are the same."""
+    """Return the target's id of each draft token, stored as ids or offsets; None if all are the same."""
     maps = {name: tensor for key, tensor in mapped_tensors(source) if (name := names.parameter(key)) in _MAPS}
     size, vocab_size = config.draft_vocab_size, config.vocab_size
     if "d2t" not in maps and size == vocab_size:
         return None
     stored, marked = maps.get("d2t", torch.empty(0)).long(), maps["t2d"].nonzero().flatten() if "t2d" in maps else None
-    # Offsets of neighbours in the vocabulary are the same, so numbers that all increase are ids.
+    # Neighbours in the vocabulary have equal offsets, so numbers that always increase are ids.
     is_ids = bool((stored.diff() > 0).all()) if marked is None else torch.equal(stored, marked)
     ids = stored if is_ids else stored + torch.arange(len(stored))
     if len(ids) != size or not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab_size:

@@ -1,9 +1,9 @@
-"""MtpHead: the layer for multi-token prediction in a checkpoint drafts (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""MtpHead: a checkpoint's multi-token prediction layer drafts (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-Checkpoints hold it behind their decoder layers; transformers drops it. It is a decoder layer of the same family, over a
-projection of a token's embedding and the state of the token before. States are normed: the target's by its final norm,
-its own by its last norm. No embedding is zeroed, as in transformers' `MTPCandidateGenerator`; vLLM zeroes that of the
-second token. Of several such layers, the first drafts every token: what others cache depends on later tokens.
+Checkpoints hold it after their decoder layers; transformers drops it. It is a decoder layer of the family, over a
+projection of a token's embedding and its predecessor's state. States are normed: the target's by its final norm, the
+layer's own by its last norm. As in transformers' `MTPCandidateGenerator`, no embedding is zeroed; vLLM zeroes the
+second token's. Of several such layers only the first drafts: later ones cache what depends on later tokens.
 """
 
 import copy
@@ -33,7 +33,7 @@ _PUBLISHED = {
     "norm": r"layers\.{n}\.shared_head\.norm|mtp\.norm|mtp_layers\.0\.final_layernorm",
     "mtp_block": r"layers\.{n}(?!\.embed_tokens|\.shared_head)|mtp\.layers\.0|mtp_layers\.0",
 }
-"""Names in files: of DeepSeek-V3 and GLM, whose targets have n layers; of Qwen and Mellum; of MiMo and speculators."""
+"""Names in files of DeepSeek-V3 and GLM (targets of n layers); of Qwen and Mellum; of MiMo and speculators."""
 
 
 class MtpHead(Head):
@@ -67,12 +67,12 @@ class MtpHead(Head):
         self._target_norm = [lm.get_decoder().norm]  # in a list, because it is the target's
 
     def feature(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return the target's last hidden states; see `Head.feature`."""
+        """Return the target's last hidden states, normed; see `Head.feature`."""
         normed: Tensor = self._target_norm[0](taps[0])
         return normed
 
     def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
-        """Write keys and values by the attention's whole forward, because only that has those of latent attention."""
+        """Write keys and values by the attention's whole forward, which alone computes latent keys."""
 
         def write(layer: int, query: Tensor, key: Tensor, value: Tensor, _: AttentionParams) -> Tensor:
             context.write(layer, key, value)
@@ -85,7 +85,7 @@ class MtpHead(Head):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
     ) -> HeadOutput:
-        """Compute a pass, and keep the layer's own states of the tokens that need logits; see `Eagle3Head.forward`."""
+        """Compute a pass, and keep the layer's own states; arguments as in `Eagle3Head.forward`."""
         hidden, rotary = self._projected(input_ids, position_ids, paged)
         hidden = self.mtp_block(hidden, position_embeddings=rotary, attention_mask=None, paged=paged)
         states = self.norm(hidden[:, logits_to_keep])
@@ -93,7 +93,6 @@ class MtpHead(Head):
         return HeadOutput(self.vocab_logits(states))
 
     def _projected(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> tuple[Tensor, Rotary]:
-        """Return the layer's input, and the cosines and sines of the positions."""
         embedded = self.embed_tokens(token_ids)
         states = context.read_states(of_parents=True).unsqueeze(0).to(embedded.dtype)
         parts = [self.hnorm(states), self.enorm(embedded)]
@@ -105,6 +104,6 @@ class MtpHead(Head):
 
 class _Names(FileNames):
     def parameter(self, name: str) -> str:
-        """Return the name of a tensor's parameter; "" for the target's, and for copies of them."""
+        """Return a tensor's parameter; "" for tensors that are the target's, or copies of them."""
         renamed = super().parameter(name)
         return renamed if renamed.partition(".")[0] in _PUBLISHED else ""

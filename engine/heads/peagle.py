@@ -1,4 +1,4 @@
-"""P-EAGLE (arXiv:2602.01469): an EAGLE-3 head that drafts several tokens in one pass, with masks for those before."""
+"""P-EAGLE (arXiv:2602.01469): an EAGLE-3 head that drafts several tokens in one pass, with masks for earlier drafts."""
 
 from typing import ClassVar
 

@@ -1,7 +1,4 @@
-"""Every kind of trained head by its name in `HeadConfig.kind`.
-
-To add a kind, write its file with a subclass of `Head`, and give it a line here.
-"""
+"""Every kind of trained head by its name in `HeadConfig.kind`; a new kind is a subclass of `Head` and a line here."""
 
 import threading
 from collections.abc import Mapping
@@ -34,15 +31,11 @@ HEADS: Mapping[str, type[Head]] = {
 }
 
 _MAKING = threading.Lock()
-"""Held while torch's functions that draw weights are replaced in the whole process, for ranks that are threads."""
+"""Held while torch's functions that draw weights are replaced in the process, for ranks that are threads."""
 
 
 def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bool = True) -> CausalLM:
-    """Load a model, as `load_model` does, and the head that its configuration names, or only that; see `load_head`.
-
-    Args:
-        keeps_kv: see `Head`.
-    """
+    """Load a model and its configured head, or only the head; see `load_model`, `load_head` and `Head.keeps_kv`."""
     model = load_model(source, shard)
     if source.head is None:
         return model
@@ -53,7 +46,7 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     if source.config.head_only:
         return without_target(model, head, name=source.head.path)
     model = with_head(model, head)
-    # Of a vocabulary that it shares with a rank's target, it has that rank's slice.
+    # A head that shares the output head of a rank's target has that rank's slice of the vocabulary.
     head.num_tokens = max(0, head.num_tokens - head_model(model).vocab_slice.start)
     return model
 
@@ -62,10 +55,9 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
 def load_head(
     source: ModelSource, target: ModelSource, lm: nn.Module, device: torch.device, dtype: torch.dtype, first_layer: int
 ) -> Head:
-    """Load a head with its first layer at this index in the cache; `lm` is the target's module.
+    """Load a head over the target's module `lm`; `first_layer` is its first layer's index in the cache.
 
-    Raises:
-        ModelError: the head does not fit the target, or its files lack a tensor or have one that is unknown.
+    Raises ModelError if the head does not fit the target, or its files lack a tensor or have an unknown tensor.
     """
     config = read_head_config(source, target)
     hidden = config.layers.hidden_size

@@ -12,10 +12,10 @@ from engine.models.first_layers import decoder_layers
 
 
 class TappedLM(nn.Module):
-    """Calls the target, then gives the outputs of its tapped layers to the head; it is called as the target is."""
+    """Calls the target, then gives the outputs of its tapped layers to the head."""
 
     def __init__(self, lm: nn.Module, head: Head) -> None:
-        """Tap the target's layers; raise ModelError if it does not have one list of decoder layers."""
+        """Tap the target's layers; raise ModelError if its decoder layers are not in one list."""
         super().__init__()
         self.lm, self.head = lm, head
         _, layers = decoder_layers(lm)
@@ -32,7 +32,7 @@ class TappedLM(nn.Module):
         return output
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the target's last layer."""
+        """Return the target's output head."""
         head: nn.Module = self.lm.get_output_embeddings()  # type: ignore[operator]
         return head
 

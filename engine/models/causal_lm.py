@@ -28,7 +28,7 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of a tensor-parallel model, and how it combines its parts with the others'."""
+    """One rank of a tensor-parallel model, with the reducer that combines the ranks' results."""
 
     rank: int
     world_size: int
@@ -44,26 +44,18 @@ class HeadModule(Protocol):
 
     @property
     def kv_shape(self) -> KVShape:
-        """The keys and values that it caches per token."""
+        """Keys and values that it caches per token."""
         ...
 
     @property
     def state_size(self) -> int:
-        """Numbers of a token's state."""
+        """The number of values in a token's state."""
         ...
 
 
 @dataclass
 class CausalLM:
-    """A language model on one device, or one rank's shard of it.
-
-    Attributes:
-        loaded_by: the class of transformers that loads the module.
-        attention: the name of the attention function that it is loaded with.
-        kv_dtype: the number format of keys and values in the cache; None is `dtype`.
-        head: the trained head that its passes feed; the module of a head by itself.
-        state_shapes: what each linear layer of this rank keeps of a context; empty without such layers.
-    """
+    """A language model on one device, or one rank's shard of it."""
 
     loaded_by: ClassVar[Any] = AutoModelForCausalLM
     attention: ClassVar[str] = ATTENTION_NAME
@@ -74,22 +66,18 @@ class CausalLM:
     device: torch.device
     dtype: torch.dtype
     shard: Shard | None = None
-    kv_dtype: torch.dtype | None = None
-    head: "HeadModule | None" = None
-    state_shapes: Sequence[StateShape] = ()
+    kv_dtype: torch.dtype | None = None  # of the KV cache; None is `dtype`
+    head: "HeadModule | None" = None  # fed by the model's passes; a head's own model has it as `module`, too
+    state_shapes: Sequence[StateShape] = ()  # of each linear layer of this rank
 
     @classmethod
     def why_eager(cls, config: PreTrainedConfig) -> str | None:
-        """Return why passes of such a model are never compiled; None if they can be."""
+        """Return why passes of a model with this configuration are never compiled; None if they can be."""
         return "it has linear layers" if has_state(config) else why_mixed(config)
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
-        """Load the module with transformers' `from_pretrained` and more of its arguments.
-
-        Raises:
-            ModelError: the files lack a weight.
-        """
+        """Load the module by transformers' `from_pretrained`; raise ModelError if the files lack a weight."""
         module, loading = cls.loaded_by.from_pretrained(
             directory,
             config=config,
@@ -108,17 +96,17 @@ class CausalLM:
 
     @property
     def kv_shape(self) -> KVShape:
-        """The keys and values that this rank caches per token."""
+        """Keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
 
     @property
     def num_cached_layers(self) -> int:
-        """Layers in the cache, a head's included."""
+        """The number of layers in the cache, including a head's."""
         return self.kv_shape.layers + (self.head.kv_shape.layers if self.head else 0)
 
     @property
     def num_slot_layers(self) -> int:
-        """Layers of which a cache keeps something in slots; see `PassExtras`."""
+        """The number of layers with a slot per request in the cache; see `PassExtras`."""
         return len(self.state_shapes)
 
     @property
@@ -132,38 +120,35 @@ class CausalLM:
 
     @property
     def vocab_reducer(self) -> Reducer | None:
-        """The reducer of ranks that hold a slice of the vocabulary each, None if every rank computes all logits."""
+        """The reducer, if each rank holds a slice of the vocabulary; None if every rank computes all logits."""
         is_sliced = len(self.vocab_slice) < self.info.vocab_size
         return self.shard.reducer if self.shard is not None and is_sliced else None
 
     def best_ids(self, scores: Tensor) -> Tensor:
-        """Return each row's token with the highest score, [n] int64, for float32 scores [n, len(vocab_slice)]."""
+        """Return the token with the highest score of each row, [n] int64; scores: [n, len(vocab_slice)] float32."""
         ids = scores.argmax(-1)
         best = scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
         return self.best_of_ranks(best, ids + self.vocab_slice.start)
 
     def best_of_ranks(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """Return each row's token with the highest score of all ranks, given this rank's, [n] float32 and int64."""
+        """Return each row's best token over all ranks, [n] int64, given the best [n] scores and ids of this rank."""
         return ids if (reducer := self.vocab_reducer) is None else best_over_ranks(scores, ids, reducer)
 
     def forward(self, batch: Any) -> Tensor:
-        """Compute a `ForwardBatch`; returns [n, len(vocab_slice)] logits in the model's number format."""
+        """Compute a `ForwardBatch`; return [n, len(vocab_slice)] logits in the model's number format."""
         return forward(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged)
 
 
 def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
-    """Return the shape of a rank's KV cache.
-
-    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) is cached as latents, which every rank holds whole.
-    """
+    """Return a rank's KV cache shape; every rank caches latents whole (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
     text = config.get_text_config()
     layers = (getattr(text, "num_decoder_layers", None) or text.num_hidden_layers) - num_shared(config)
     layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
     if not text.per_layer_attributes:
         return KVShape(layers, *_layer_sizes(text, world_size))
-    each = tuple(_layer_sizes(text.per_layer_config[layer], world_size) for layer in range(layers))
-    largest = max(each, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=(0, 0, 0))
-    return KVShape(layers, *largest, each)
+    sizes_by_layer = tuple(_layer_sizes(text.per_layer_config[layer], world_size) for layer in range(layers))
+    largest = max(sizes_by_layer, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=(0, 0, 0))
+    return KVShape(layers, *largest, sizes_by_layer)
 
 
 def _layer_sizes(text: PreTrainedConfig, world_size: int) -> tuple[int, int, int]:
@@ -178,13 +163,13 @@ def _layer_sizes(text: PreTrainedConfig, world_size: int) -> tuple[int, int, int
 
 
 def holds_attention_whole(config: PreTrainedConfig) -> bool:
-    """Return whether every rank attends with all heads: a norm over all of them follows the projections."""
+    """Return whether every rank computes all heads, because a norm over all heads follows the projections."""
     plan = config.base_model_tp_plan or {}
     return any(style == "colwise_gather_output" and "self_attn" in name for name, style in plan.items())
 
 
 def num_weights(module: nn.Module) -> int:
-    """Return how many weights a module has, packed and quantised ones included, and their scales not."""
+    """Return how many weights a module has; quantised weights count, their scales do not."""
     layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "in_features")]
     counted = {id(parameter) for layer in layers for parameter in layer.parameters()}
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
@@ -197,14 +182,9 @@ def num_weights(module: nn.Module) -> int:
 def forward(
     module: nn.Module, token_ids: Tensor, positions: Tensor, logit_indices: Tensor, context: AttentionContext
 ) -> Tensor:
-    """Run a transformers model's forward, including anything after its head, such as logit scaling.
+    """Run a transformers model with all that follows its output head; return [n, vocab] logits in the model's format.
 
-    Args:
-        token_ids, positions: [tokens] int64.
-        logit_indices: [n] the tokens that need logits.
-
-    Returns:
-        [n, vocab] logits, in the model's number format.
+    token_ids, positions: [tokens] int64; logit_indices: [n] the tokens that need logits.
     """
     logits: Tensor = module(
         input_ids=token_ids.unsqueeze(0),

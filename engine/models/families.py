@@ -1,7 +1,7 @@
-"""Families: reads configurations, and tells which architectures of transformers are served and why others are not.
+"""Families: reads configurations, and decides which of transformers' architectures are served.
 
-Rules decide: the task that transformers has an architecture for, its kinds of layers, and whether its attention can be
-replaced. Names are for what no rule sees. `python -m tests.families` writes the table in deployments/docs/families.md.
+An architecture's task, its kinds of layers and its attention decide; names are listed only where these do not tell.
+`python -m tests.families` writes the table in deployments/docs/families.md.
 """
 
 import functools
@@ -27,7 +27,7 @@ KINDS: Mapping[str, str] = {
     "indexed_attention": "which choose tokens by keys that are not cached",
     "minimax_m3_sparse": "which choose tokens by keys that are not cached",
 }
-"""Why kinds of layers are not served."""
+"""Kinds of layers that are not served, and why."""
 REFUSED: Mapping[str, str] = {
     "diffllama": "whose layers attend twice",
     "doge": "whose layers make masks of their own",
@@ -40,15 +40,15 @@ REFUSED: Mapping[str, str] = {
     "stablelm": "whose layers do not pass keyword arguments on to their attention",
     "moshi": "which reads and writes audio",
 }
-"""Why families are not served, by `model_type`, where no rule tells."""
+"""Families, by `model_type`, that are not served for reasons that no rule sees."""
 _TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
-"""The tasks, as transformers names them, of models that write text, and of models with a part that does."""
+"""transformers' tasks of models that write text, alone or with a part of the model."""
 _GGUF_SCALING = (b".rope.scaling.", b"rope_freqs.weight", b"rope_factors_")
 """Fields and tensors of GGUF files that scale positions; transformers reads none of them."""
 
 
 def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
-    """Return the configuration of these settings; raise ModelError if they cannot be read."""
+    """Return the configuration for these settings; raise ModelError if they cannot be read."""
     import transformers
     from transformers import CONFIG_MAPPING
 
@@ -79,7 +79,7 @@ def gguf_settings(file: Path) -> dict[str, Any]:
 
 
 def text_part(whole: Any) -> Any:
-    """Return the configuration of what writes the text of a model for images or audio, if that is a model by itself."""
+    """Return the configuration of the text model inside a multimodal model, where transformers has it by itself."""
     from engine.models.causal_lm import CausalLM
 
     is_listed = any(whole.model_type in _tasks().get(task, {}) for task in _TEXT_TASKS)
@@ -96,8 +96,7 @@ def text_part(whole: Any) -> Any:
 def refusal(configuration: Any, *, rolls_back: bool) -> str | None:
     """Return why models with this configuration are not served, to be read after "it is"; None if they are.
 
-    Args:
-        rolls_back: whether the states of its linear layers, if it has any, can be rolled back.
+    rolls_back: whether the states of linear layers can be rolled back.
     """
     from engine.models.causal_lm import CausalLM
 
@@ -126,11 +125,7 @@ def refusal(configuration: Any, *, rolls_back: bool) -> str | None:
 
 
 class ModelKind:
-    """How decoder-only models are served; other kinds derive from it.
-
-    Attributes:
-        refusals: why a feature is not served, by its name; draft_refusals: likewise for a model that drafts.
-    """
+    """How decoder-only models are served; `refusals` and, for a draft, `draft_refusals` give reasons by feature."""
 
     name = "decoder-only"
     refusals: Mapping[str, str] = {}
@@ -144,9 +139,9 @@ class ModelKind:
     def context_length(self, configuration: Any) -> int:
         """Return how many tokens a request may have, prompt and text together.
 
-        As in vLLM, yarn multiplies the positions, and so does linear unless it is for some kinds of layers only: those
-        configurations name the scaled length, as those with llama3 do. With longrope and dynamic, the original length
-        is the limit: a longer text would change the frequencies of all tokens of its pass, also of other requests.
+        As in vLLM, yarn multiplies `max_position_embeddings`, and so does linear scaling if it holds for all layers.
+        Other configurations already name the scaled length. With longrope and dynamic scaling the original length is
+        the limit: a longer text would change the frequencies of all tokens in its pass, including other requests'.
         """
         text = configuration.get_text_config()
         rope = (hasattr(type(text), "rope_parameters") and text.rope_parameters) or {}
@@ -167,21 +162,21 @@ class ModelKind:
 
     @property
     def model_class(self) -> "type[CausalLM]":
-        """The class of loaded models."""
+        """The class of the loaded model."""
         from engine.models.causal_lm import CausalLM
 
         return CausalLM
 
 
 def logit_scale(text: "PreTrainedConfig") -> float:
-    """Return the factor of a model's logits; of the families that name it `logits_scaling`, all but one divide."""
+    """Return the factor of a model's logits; all families but hyperclovax divide by their `logits_scaling`."""
     factor = float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1)
     scaling = float(getattr(text, "logits_scaling", None) or 1)
     return factor * (scaling if text.model_type == "hyperclovax" else 1 / scaling)
 
 
 def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
-    """Change a configuration to that of a model with the first `count` layers."""
+    """Cut a configuration down to the first `count` layers."""
     text = configuration.get_text_config()
     if shared := getattr(text, "num_kv_shared_layers", None):
         text.num_kv_shared_layers = max(0, count - (text.num_hidden_layers - shared))
@@ -191,7 +186,7 @@ def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
 
 
 def _task(model_type: str) -> str:
-    """Return why an architecture is no causal language model: what else transformers has it for."""
+    """Say what transformers has an architecture for, if not for causal language models."""
     tasks = [task for task, names in _tasks().items() if model_type in names and task != "PRETRAINING"]
     if any(task in _TEXT_TASKS for task in tasks):
         return "whose text part has no causal language model of its own in transformers"
@@ -201,7 +196,7 @@ def _task(model_type: str) -> str:
 
 @functools.cache
 def _tasks() -> Mapping[str, Mapping[str, str]]:
-    """Return the architectures by model type, by task, as MASKED_LM."""
+    """Return class names of transformers' architectures by task, such as MASKED_LM, and model type."""
     from transformers.models.auto import modeling_auto
 
     prefix, suffix = "MODEL_FOR_", "_MAPPING_NAMES"

@@ -1,7 +1,4 @@
-"""Files: reads a model's JSON files and the headers of its weights; a damaged file is a ModelError that names it.
-
-The Router and the Ingress read models, too, and do not import torch.
-"""
+"""Files: reads a model's JSON files and weight headers without torch; damage is a ModelError that names the file."""
 
 import functools
 import json
@@ -18,19 +15,19 @@ R = TypeVar("R")
 
 _SECTIONS = r"(text|quantization|transformer_layer|speculators|eagle|dflash)_config|verifier|rope_(parameters|scaling)"
 _TYPES = (("model_type", str, "a text"), (_SECTIONS, dict, "an object"))
-"""The types of fields that are read before transformers has checked them, by patterns of their names."""
+"""Types of fields that are read before transformers checks them, by patterns of field names."""
 _SIZE = re.compile(
     r"(hidden|intermediate|vocab)_size|head_dim|max_position_embeddings|num_(hidden_layers|(attention|key_value)_heads)"
     r"|num_(layers|heads)|n_(embd|head|layer|positions)|d_(model|kv|ff)"
 )
 _SCALING, _MAX_SCALING = re.compile("factor|original_max_position_embeddings"), 2**31
 _COUNT, _MAX_COUNT = re.compile(r".*(layer|head|expert)s?"), 2**14
-"""What transformers makes Python objects for, each before it reads a weight; and how many at most."""
+"""Counts of objects that transformers makes before it reads a weight, and the most that are allowed."""
 
 
 @contextmanager
 def damage_named(subject: object, advice: str = "download it again") -> Iterator[None]:
-    """Raise ModelError instead of whatever a library raises over a damaged file or an impossible configuration."""
+    """Raise ModelError instead of any error of a library over a damaged file or an impossible configuration."""
     try:
         yield
     except PacelineError:
@@ -54,7 +51,7 @@ def names_model(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; its sections are objects, and its sizes are such as a model can have."""
+    """Return the object in a JSON file, after checking the types of its sections and the range of its sizes."""
     with damage_named(path):
         content = json.loads(path.read_text(), object_hook=_special_float)
         if not isinstance(content, dict):
@@ -81,7 +78,7 @@ def _check(path: Path, section: Mapping[str, Any]) -> None:
 
 
 def indexed_names(index: Path) -> list[str]:
-    """Return the names of the files of weights in an index; each is in the index's directory."""
+    """Return the weight files that an index names, all of them in the index's directory."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"cannot read {index}: it lacks the weight_map of tensors to files; download it again")
@@ -105,5 +102,5 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _special_float(value: dict[str, Any]) -> Any:
-    """Return the float of {"__float__": "Infinity"}, transformers' form of it, and any other object as it is."""
+    """Return the float for {"__float__": "Infinity"}, as transformers writes it, and any other object unchanged."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value

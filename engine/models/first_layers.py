@@ -1,4 +1,4 @@
-"""The first layers of a model with its own final norm and head, over the same weights, so that it can self-draft."""
+"""The self-draft: a target's first layers with its own final norm and output head, over the same weights."""
 
 import copy
 from dataclasses import replace
@@ -15,11 +15,7 @@ from engine.models.source import ModelSource
 
 
 def check_self_draft(config: EngineConfig, target: ModelSource) -> None:
-    """If the target self-drafts, check that it has more layers than it drafts with, before loading it.
-
-    Raises:
-        ModelError: it has not, or there is no such model, or it cannot be served.
-    """
+    """Raise ModelError if a target cannot self-draft with the configured number of layers; nothing is loaded."""
     if (count := config.self_draft_layers) is None:
         return
     num_layers = target.configuration.get_text_config().num_hidden_layers
@@ -29,11 +25,7 @@ def check_self_draft(config: EngineConfig, target: ModelSource) -> None:
 
 
 def first_layers(model: CausalLM, count: int) -> CausalLM:
-    """Return a model of the first `count` decoder layers, which shares everything else with `model`.
-
-    Raises:
-        ModelError: the model does not have one list of decoder layers.
-    """
+    """Return a model of the first `count` decoder layers, which shares all weights with `model`."""
     path, layers = decoder_layers(model.module)
     if len(layers) != model.config.get_text_config().num_hidden_layers:
         raise ModelError(f"{model.info.name} cannot draft for itself: {len(layers)} of its layers are in a list")
@@ -41,13 +33,13 @@ def first_layers(model: CausalLM, count: int) -> CausalLM:
     keep_layers(config, count)
     states = model.state_shapes[: sum(kind in WITH_STATE for kind in layer_kinds(config))]
     info = replace(model.info, num_parameters=model.info.num_parameters - sum(map(num_weights, layers[count:])))
-    # Copies, because a backend may replace a module's `forward` by a compiled one.
+    # Copies, because a backend may compile a module's `forward`.
     module = _replaced(model.module, path, nn.ModuleList(map(_shallow, layers[:count])))
     return replace(model, module=module, config=config, info=info, state_shapes=states)
 
 
 def decoder_layers(module: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return the path of a model's decoder layers, and the layers; raise ModelError if they are not one list."""
+    """Return the path of a model's list of decoder layers, and the layers; raise ModelError if it has no such list."""
     lists = [
         (path, list(child))
         for path, child in module.named_modules()
@@ -67,9 +59,9 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """Return a copy of a module with another module at a path, and copies of those beside it: norms are compiled."""
+    """Return a copy of `module` with `new` at a path; its siblings are copied, too, because norms are compiled."""
     copied = _shallow(module)
     copied._modules.update((name, _shallow(child)) for name, child in module.named_children())
-    name, _, rest = path.partition(".")
-    setattr(copied, name, _replaced(module.get_submodule(name), rest, new) if rest else new)
+    name, _, inner_path = path.partition(".")
+    setattr(copied, name, _replaced(module.get_submodule(name), inner_path, new) if inner_path else new)
     return copied

@@ -33,12 +33,7 @@ logger = logging.getLogger(__name__)
 
 @names_model
 def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
-    """Load a model, or one rank's shard of it, on the configured device, with our attention and fused projections.
-
-    Raises:
-        ModelError: there is no such device or model, it has no safetensors, or its architecture or quantisation cannot
-            be served.
-    """
+    """Load a model or a rank's shard, with our attention and fused projections; raise ModelError if it is unserved."""
     started = time.monotonic()
     device = resolve_device(source.config.device)
     dtype = resolve_dtype(source.config.dtype, device)
@@ -81,17 +76,13 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
 
 @names_model
 def check_module(source: ModelSource) -> nn.Module:
-    """Return a model on the meta device; raise ModelError if the headers of its files show that it cannot be loaded."""
+    """Return the model on the meta device; raise ModelError if its files' headers show that it cannot be loaded."""
     check_quantization(source, 1)
     return load_whole(source, skeleton_of(source, torch.float32), torch.float32, torch.device("meta"))
 
 
 def skeleton_of(source: ModelSource, dtype: torch.dtype) -> nn.Module:
-    """Return a model on the meta device; built once, for a survey that looks at it and the load that fills it.
-
-    Raises:
-        ModelError: the layers cannot be rounded as configured.
-    """
+    """Return the model on the meta device, made once for all users; raise ModelError if layers cannot be rounded."""
     if source.skeleton is None:
         configuration, model_class = copy.deepcopy(source.loaded_configuration), source.kind.model_class
         like = {"attn_implementation": model_class.attention, "dtype": dtype}
@@ -107,7 +98,7 @@ def kv_dtype(config: ModelConfig) -> torch.dtype | None:
 
 
 def load_whole(source: ModelSource, module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
+    """Fill a module from the files as saved, or let transformers load weights that it renames or converts."""
     model_class, is_rounded, saved = source.kind.model_class, source.config.quantization != "none", source.saved_format
     if saved == "mxfp4":
         pack_experts(module)
@@ -134,13 +125,7 @@ def load_whole(source: ModelSource, module: nn.Module, dtype: torch.dtype, devic
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the configured device with its index; auto is CUDA if available.
-
-    A worker sees only its GPU, or has made it the current one.
-
-    Raises:
-        ModelError: the configuration requires CUDA, but no CUDA device is visible.
-    """
+    """Return the configured device with its index; auto is CUDA if available. Raise ModelError if CUDA is missing."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is cuda, but no CUDA device is visible to this process")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
@@ -151,7 +136,7 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """Return the configured number format; auto is 16 bits on GPUs, and float32 on CPUs.
 
-    In 16 bits, texts depend on the batch where the device's products round by the number of rows; on CPUs they do.
+    On CPUs, 16-bit products round by the number of rows, so texts would depend on the batch.
     """
     if dtype != "auto":
         resolved = getattr(torch, dtype)

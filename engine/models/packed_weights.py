@@ -1,7 +1,7 @@
 """Packed weights: which saved formats are served, and how a checkpoint's quantised layers replace a model's.
 
-What no product of ours reads becomes floats: output heads, embeddings, experts, and layers whose groups are not alike.
-What a checkpoint leaves as floats stays so: `weights.fill` reads it, as it does for any model.
+Layers that no product of ours reads become floats: output heads, embeddings, experts, and layers with irregular groups.
+`weights.fill` reads the tensors that a checkpoint leaves as floats.
 """
 
 import importlib.util
@@ -30,13 +30,13 @@ _SETTINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "gptq": {"bits": [4, 8], "checkpoint_format": ["gptq", "gptq_v2"], "format": ["gptq", "gptq_v2"]},
     "compressed-tensors": {"transform_config": [{}]},
 }
-"""The values of settings that are served; others change the tensors."""
+"""Settings of which only these values are served; other values change how tensors are stored."""
 _OTHERS = {"gguf": ["gguf", "accelerate"], "mxfp4": [], "torchao": ["torchao"]}
 """Other formats that are served, and the packages that load them on a CPU."""
 
 
 def check_quantization(source: ModelSource, world_size: int) -> None:
-    """Raise ModelError if the quantisation cannot be served; it names the missing requirement."""
+    """Raise ModelError, naming the missing requirement, if the quantisation cannot be served."""
     config, saved, name = source.config, source.saved_format, source.config.quantization
     if saved is not None and name != "none":
         raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
@@ -49,7 +49,7 @@ def check_quantization(source: ModelSource, world_size: int) -> None:
         )
     for field, served in _SETTINGS.get(saved or "", {}).items():
         if (value := source.configuration.quantization_config.get(field)) is not None and value not in served:
-            values = ", ".join(str(one or "none") for one in served)
+            values = ", ".join(str(value or "none") for value in served)
             raise ModelError(f"{config.path} is quantised as {saved} with {field} {value!r}; served: {values}")
     packages = ["torchao"] if saved is None else _OTHERS.get(saved, [])
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
@@ -62,7 +62,7 @@ def check_quantization(source: ModelSource, world_size: int) -> None:
 
 
 def loading_arguments(source: ModelSource, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return transformers' arguments for loading a model quantised, or as floats; changes the configuration for it."""
+    """Return transformers' arguments for loading a quantised model; may change `model_config`."""
     if source.config.quantization != "none":
         return {"quantization_config": TorchAoConfig(torchao_settings(source.config.quantization))}
     if source.saved_format == "gguf":
@@ -77,12 +77,10 @@ def load_packed(
     source: ModelSource, module: nn.Module, names: FileNames, dtype: torch.dtype, device: torch.device,
     rank: int = 0, world_size: int = 1,
 ) -> set[str] | None:  # fmt: skip
-    """Replace the packed layers of a model on the meta device; return the names of weights that are full of floats.
+    """Replace the packed layers of a model on the meta device; return the names of weights that became floats.
 
-    On the meta device, layers have shapes only. Of tensors in another format, transformers makes floats: None.
-
-    Raises:
-        ModelError: it does not, or a layer does not fit the model or the ranks.
+    Returns None if transformers must load the format instead. With a meta `device`, layers have shapes only. Raises
+    ModelError if transformers cannot load it either, or a layer does not fit the model or the ranks.
     """
     saved, settings = str(source.saved_format), source.configuration.quantization_config
     stored, modules = dict(mapped_tensors(source)), dict(module.named_modules())
@@ -91,7 +89,7 @@ def load_packed(
     kinds = {kind for form in FORMATS[saved] for kind in form[:3]} - {"", "weight"}
     for key, tensor in stored.items():
         layer, _, kind = key.rpartition(".")
-        form = next((one for one in FORMATS[saved] if _is_stored(stored, layer, one)), None)
+        form = next((candidate for candidate in FORMATS[saved] if _is_stored(stored, layer, candidate)), None)
         is_part = form is not None and kind in (*form[:4], "weight_shape", "bias")
         target = f"{layer}.weight" if is_part else key
         name = names.parameter(target)
@@ -115,20 +113,20 @@ def load_packed(
         whole = unpacked(f"{source.path}: {layer}", form, pending.pop(layer), settings)
         path = (name := names.parameter(f"{layer}.weight")).removesuffix(".weight")
         part, linear = names.part(f"{layer}.weight", parameters[name]), modules.get(path)
-        own = partial(_own, f"{source.path}: {layer}", part, rank, world_size)
+        of_rank = partial(_own, f"{source.path}: {layer}", part, rank, world_size)
         if isinstance(whole, QuantizedLinear):
             if isinstance(linear, nn.Linear) and linear is not head and (linear.bias is None or "bias" in parts):
-                bias = None if linear.bias is None else own(parts["bias"].to(dtype).unsqueeze(1)).flatten()
-                zeros = None if whole.zeros is None else own(whole.zeros, whole.in_features)
-                tensors = (own(whole.values, whole.in_features), own(whole.scales, whole.in_features), bias, zeros)
-                module.set_submodule(path, getattr(linear, "quantized", QuantizedLinear)(*tensors))
+                bias = None if linear.bias is None else of_rank(parts["bias"].to(dtype).unsqueeze(1)).flatten()
+                zeros = None if whole.zeros is None else of_rank(whole.zeros, whole.in_features)
+                values, scales = (of_rank(tensor, whole.in_features) for tensor in (whole.values, whole.scales))
+                module.set_submodule(path, getattr(linear, "quantized", QuantizedLinear)(values, scales, bias, zeros))
                 continue
             whole = whole.weight_as(torch.float32)
         if name not in floats:
-            tied = [other for other, tensor in parameters.items() if tensor is parameters[name]]
+            tied = [tied_name for tied_name, tensor in parameters.items() if tensor is parameters[name]]
             floats |= dict.fromkeys(tied, torch.empty_like(parameters[name], device=device))
             assign(module, tied, floats[name])
-        names.part(f"{layer}.weight", floats[name]).copy_(own(whole, whole.shape[1]))
+        names.part(f"{layer}.weight", floats[name]).copy_(of_rank(whole, whole.shape[1]))
     if floats:
         message = "%s: no product of ours reads %d of the packed weights, which become floats: %s"
         logger.info(message, source.path, len(floats), ", ".join(sorted(floats)[:3]))
@@ -141,13 +139,13 @@ def _is_stored(stored: dict[str, Tensor], layer: str, form: PackedFormat) -> boo
 
 
 def _own(name: str, part: Tensor, rank: int, world_size: int, tensor: Tensor, num_inputs: int = 1) -> Tensor:
-    """Return a rank's part of a layer's [out, n], each of whose columns belongs to equally many inputs, or to all."""
-    columns, rest = divmod(tensor.shape[1] * part.shape[1], num_inputs)
-    if rest and tensor.shape[1] > 1:
+    """Return a rank's part of a layer's [out, n]; a column is for equally many inputs as any other, or for all."""
+    columns, remainder = divmod(tensor.shape[1] * part.shape[1], num_inputs)
+    if remainder and tensor.shape[1] > 1:
         group = num_inputs // tensor.shape[1]
         raise ModelError(f"{name} has {part.shape[1]} inputs on a rank, not a multiple of its groups of {group}")
     shape = torch.Size([len(part), 1 if tensor.shape[1] == 1 else columns])
-    own = tensor[window_of(tensor.shape, shape, rank, world_size)]
-    if own.shape != shape:
+    window = tensor[window_of(tensor.shape, shape, rank, world_size)]
+    if window.shape != shape:
         raise ModelError(f"{name} has {[*tensor.shape]} numbers, not {[*shape]} on each of {world_size} ranks")
-    return own.contiguous()
+    return window.contiguous()

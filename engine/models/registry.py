@@ -1,4 +1,4 @@
-"""The model registry: the kinds of models that are served, by the `model_type` of their configuration; no torch."""
+"""The model registry: kinds of models by the `model_type` of their configuration; no torch."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from engine.models.source import ModelSource
 
 
 class Hybrid(ModelKind):
-    """Decoder-only models with linear layers, whose states cannot be cut as keys and values can."""
+    """Decoder-only models with linear layers, whose states cannot be cut back like keys and values."""
 
     draft_refusals: Mapping[str, str] = {
         "trees": "has linear layers, whose states go along a chain; drafting must not be one of trees",
@@ -21,11 +21,11 @@ HYBRIDS = {
     *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
     *("bailing_hybrid", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "lfm2", "lfm2_moe", "lfm3"),
 }
-"""The families that are served, by `model_type`: their layers hand the keywords of a pass on to their functions."""
+"""Families with linear layers that pass the keywords of a pass on to their functions, by `model_type`."""
 
 
 def open_model(config: ModelConfig) -> ModelSource:
-    """Return a model's files; nothing is read yet. A process opens a model once and hands it on."""
+    """Return a model's files, unread; a process opens a model once and hands it on."""
     return ModelSource(config, KINDS | dict.fromkeys(HYBRIDS, Hybrid))
 
 

@@ -1,9 +1,9 @@
-"""Tensor-parallel shards: reads one rank's slices from the safetensors files, by transformers' plan for the model.
+"""Tensor-parallel shards: reads one rank's slices of the weights, by transformers' plan for the model.
 
-Column-wise layers, of which the head is one, keep a slice of their outputs. Row-wise layers keep a slice of their
-inputs, and their results are summed over the ranks. Every rank holds embeddings and norms whole, and attention where a
-norm over all heads follows its projections: it is a small part of the weights, and so needs no communication. These are
-plain linear layers, no DTensor.
+Column-wise layers, including the output head, keep a slice of their outputs. Row-wise layers keep a slice of their
+inputs, and their results are summed over the ranks. Every rank holds embeddings and norms whole, and also attention if
+a norm over all heads follows its projections: that is a small part of the weights and needs no communication. Layers
+are plain linear layers, not DTensors.
 """
 
 import fnmatch
@@ -33,7 +33,7 @@ _WHOLE = {
     *("replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj", "local_params"),
     *("colwise_gather_output", "rowwise_split_input"),
 }
-"""Styles of layers that every rank holds whole; embeddings are only looked up."""
+"""Styles of layers that every rank holds whole."""
 
 _HEADS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "sinks"), _COLUMNS)
 _ATTENTION = {f"layers.*.self_attn.{name}": style for name, style in (_HEADS | {"o_proj": ROWS}).items()}
@@ -55,16 +55,11 @@ _MORE: Mapping[str, Mapping[str, str]] = {  # what plans in transformers lack, b
 
 
 class _Summed(nn.Module):
-    """A layer over a slice of its inputs, whose partial products are summed over the ranks in float32.
-
-    Attributes:
-        reducer_key: None if its results are summed with others; they are partial then.
-    """
+    """A layer over a slice of its inputs, summed over the ranks in float32; left partial if `reducer_key` is None."""
 
     reducer_key: int | None
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
         total: Tensor = self.partial(x)
         if self.reducer_key is None:
             return total
@@ -73,31 +68,27 @@ class _Summed(nn.Module):
 
 
 class RowLinear(_Summed, nn.Linear):
-    """A linear layer of floats."""
+    """A row-wise linear layer of floats."""
 
     def quantized(self, *tensors: Any) -> QuantizedLinear:
-        """Return a layer of these values, scales, bias and zeros in its place."""
+        """Return the quantised layer that takes this layer's place."""
         layer = QuantizedRowLinear(*tensors)
         layer.reducer_key = self.reducer_key
         return layer
 
     def partial(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum, [..., out] float32."""
+        """Return this rank's summand, [..., out] float32."""
         return F.linear(x, self.weight).float()
 
 
 class QuantizedRowLinear(_Summed, QuantizedLinear):
-    """The same with quantised weights, whose scales are those of all inputs."""
+    """A row-wise layer with quantised weights, whose scales were computed over all ranks' inputs."""
 
 
 def load_shard(
     source: ModelSource, module: nn.Module, shard: Shard, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Replace the sliced layers of a model on the meta device, and read this rank's slice of every weight.
-
-    Raises:
-        ModelError: the model has no plan, an unsupported style, or sizes that are not divisible by the ranks.
-    """
+    """Give a model on the meta device this rank's slice of every weight; raise ModelError if that is unsupported."""
     plan = plan_of(source, shard.world_size)
     saved = source.saved_format
     for name, child in list(module.named_modules()):
@@ -117,7 +108,7 @@ def load_shard(
     _sum_experts(module, shard, dtype)
     to_round = linear_layers(module) if source.config.quantization != "none" else {}
     for layer in to_round.values():
-        if isinstance(layer, RowLinear):  # scales are those of all ranks' inputs
+        if isinstance(layer, RowLinear):  # scales are computed over all ranks' inputs
             inputs = layer.in_features * shard.world_size
             layer.weight = nn.Parameter(torch.empty(layer.out_features, inputs, dtype=dtype, device="meta"))
 
@@ -144,11 +135,7 @@ def load_shard(
 
 
 def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
-    """Return transformers' tensor-parallel plan for a model, and the head's: styles by patterns of layer names.
-
-    Raises:
-        ModelError: there is none, or it has an unsupported style.
-    """
+    """Return tensor-parallel styles by patterns of layer names; raise ModelError if there is no plan that is served."""
     path, config, text = source.path, source.configuration, source.configuration.get_text_config()
     styles = {**(config.base_model_tp_plan or {}), **_MORE.get(config.model_type, {})}
     plan = {f"model.{name}": style for name, style in styles.items()}
@@ -175,7 +162,7 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
 
 
 def _sum_experts(module: nn.Module, shard: Shard, dtype: torch.dtype) -> None:
-    """Sum the results of experts over the ranks: with those of the experts beside them, where these are sliced, too."""
+    """Sum experts' results over the ranks, together with the shared experts' results where those are sliced."""
     experts = {name for name, child in module.named_modules() if hasattr(child, "own_experts")}
     for name in experts:
         block = module.get_submodule(name.rpartition(".")[0])

@@ -1,7 +1,7 @@
-"""ModelSource: a model's files, found once, and each read at most once in a process, when it is first needed.
+"""ModelSource: a model's files, found once, and each read at most once in a process.
 
 Files are in a directory or in the local cache of the Hugging Face hub; nothing is downloaded here. The Router and the
-Ingress use this file, too, and do not import torch, so torch and transformers are imported inside the properties.
+Ingress import this file without torch, so properties import torch and transformers.
 """
 
 import copy
@@ -22,7 +22,7 @@ from engine.models.families import ModelKind, gguf_settings, keep_layers, read_c
 from engine.models.files import damage_named, indexed_names, names_model, read_object, tensor_shapes
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
-"""How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
+"""How byte-level and SentencePiece tokenizers write a space, and byte-level tokenizers a new line."""
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,26 +34,22 @@ HUB_FILES: Mapping[str, Any] = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja"],
     "ignore_patterns": ["*/*.safetensors", "*/*.json", "consolidated*"],
 }
-"""The files of a model on the hub that are read. Others, as the same weights in another format, need not be there."""
+"""The files that are read of a model on the hub; files of other formats need not be there."""
 NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
-"""What a digest reads of a file of weights: all of it, if it has at most 4 MiB."""
+"""A digest reads this many samples of so many bytes of each weight file, or the whole of a smaller file."""
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""The files of weights that transformers looks for, the first first; it unpickles the last two, which runs code."""
+"""Weight files in the order in which transformers looks for them; unpickling the last two would run code."""
 
 
 class ModelSource:
-    """A model's directory, and its configuration, tokenizer and generation settings; `open_model` makes it.
+    """A model's files; `open_model` makes it. Properties raise ModelError if files are missing, damaged or not served.
 
-    Attributes:
-        is_text_part: whether the files hold more than the model of the configuration, which writes text only.
-        skeleton: the model without weights, from its survey until it is loaded; see `loader.skeleton_of`.
-
-    Each property raises ModelError if there is no such model, or if its files cannot be read or served.
+    is_text_part: only the text model in a multimodal model is served; skeleton: see `loader.skeleton_of`.
     """
 
     def __init__(self, config: ModelConfig, kinds: Mapping[str, Callable[[], ModelKind]]) -> None:
-        """Store where the model is; `kinds` are the kinds of the models that are not decoder-only, by `model_type`."""
+        """Note where the model is; `kinds` by `model_type` are of models that are not decoder-only."""
         self.config = config
         self.path = config.path
         self.is_text_part = False
@@ -85,7 +81,7 @@ class ModelSource:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The contents of config.json, or what transformers reads instead in a GGUF file; such a file as quantised."""
+        """The contents of config.json, or else of a GGUF file's fields; a GGUF file counts as quantised."""
         if (file := self.gguf_file) is None:
             return read_object(self.directory / "config.json")
         if (self.directory / "config.json").exists():
@@ -97,7 +93,7 @@ class ModelSource:
 
     @cached_property
     def gguf_file(self) -> Path | None:
-        """The GGUF file with the weights: one that the path names, or the only one of a directory with no others."""
+        """The GGUF file that the path names, or the only weight file of the directory, if it is GGUF."""
         if os.path.isfile(self.path):
             return Path(self.path)
         if any((self.directory / name).exists() for name in (_WHOLE, _INDEX, *_PICKLED)):
@@ -110,13 +106,13 @@ class ModelSource:
     @cached_property
     def kind(self) -> ModelKind:
         """How models of this `model_type` are served."""
-        names = [part.get("model_type", "") for part in (self.settings, self.settings.get("text_config") or {})]
+        names = [section.get("model_type", "") for section in (self.settings, self.settings.get("text_config") or {})]
         return next((self._kinds[name] for name in names if name in self._kinds), ModelKind)()
 
     @cached_property
     @names_model
     def configuration(self) -> "PreTrainedConfig":
-        """The configuration of a model that can be served."""
+        """The configuration; reading it checks that the model can be served."""
         model_type = self.settings.get("model_type", "")
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
@@ -124,14 +120,14 @@ class ModelSource:
         configuration: PreTrainedConfig = text_part(whole)
         self.is_text_part = configuration is not whole
         if self.is_text_part and configuration.tie_word_embeddings != whole.tie_word_embeddings:
-            # The defaults differ, so the files tell.
+            # The two configurations have different defaults, so the files decide.
             configuration.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
 
     @cached_property
     def loaded_configuration(self) -> "PreTrainedConfig":
-        """The configuration of what is loaded: without layers, if that is only a head."""
+        """The configuration of what is loaded: without layers for `head_only`."""
         if not self.config.head_only:
             return self.configuration
         configuration = copy.deepcopy(self.configuration)
@@ -140,7 +136,7 @@ class ModelSource:
 
     @cached_property
     def saved_format(self) -> str | None:
-        """The name of the quantised format that the weights are saved in; None if they are floats."""
+        """The quantised format that the weights are saved in; None if they are floats."""
         settings = getattr(self.configuration, "quantization_config", None)
         return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
 
@@ -157,14 +153,14 @@ class ModelSource:
         return self.kind.context_length(self.configuration) - (start is not None)
 
     def check_length(self, max_model_len: int | None) -> None:
-        """Raise ModelError if the model's context is shorter than a configured one."""
+        """Raise ModelError if the model's context is shorter than the configured length."""
         if (max_model_len or 0) > self.max_model_len:
             problem = f"max_model_len is {max_model_len:,}, but {self.path} takes {self.max_model_len:,} tokens"
             raise ModelError(f"{problem}, by max_position_embeddings and rope_parameters in its config.json; lower it")
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
-        """The ids that end a text: of the generation settings or else of the configuration, and the tokenizer's."""
+        """Ids that end a text: the generation settings' or else the configuration's, and the tokenizer's."""
         named = [settings.get("eos_token_id") for settings in (self.generation_settings, self.settings)]
         text = self.configuration.get_text_config().eos_token_id
         eos: Any = next((value for value in (*named, text) if value is not None), [])
@@ -185,10 +181,7 @@ class ModelSource:
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerFast":
-        """The tokenizer in tokenizer.json, or else in the GGUF file.
-
-        `AutoTokenizer` is not used: it imports torch, and rebuilds the tokenizers of some families from the vocabulary.
-        """
+        """The tokenizer of tokenizer.json or the GGUF file; not by `AutoTokenizer`, which imports torch."""
         # Imported here, because it takes a second, and `serve run` and starting workers import this file as well.
         from transformers import PreTrainedTokenizerFast
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -206,7 +199,7 @@ class ModelSource:
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        """The files that transformers would load: one of safetensors before shards; and GGUF, if it is alone."""
+        """The weight files that transformers would load: safetensors, in one file or shards, or the GGUF file."""
         if self.gguf_file is not None:
             return [self.gguf_file]
         directory, named = self.directory, self.settings.get("transformers_weights")
@@ -236,24 +229,24 @@ class ModelSource:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the model's settings and weights: of samples of these, because reading all takes minutes."""
+        """A digest of the model's settings and of samples of its weights; reading all weights would take minutes."""
         digest = hashlib.sha256(json.dumps([self.settings, self.generation_settings]).encode())
         for path in self.weight_files:
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())
             with path.open("rb") as file:
-                for part in range(NUM_SAMPLES):
-                    file.seek(max(file.tell(), size * part // NUM_SAMPLES))
+                for sample in range(NUM_SAMPLES):
+                    file.seek(max(file.tell(), size * sample // NUM_SAMPLES))
                     digest.update(file.read(SAMPLE_BYTES))
         return digest.hexdigest()
 
     def refuse(self, feature: str) -> None:
-        """Raise ModelError if models of this kind do not support a feature; it gives the reason."""
+        """Raise ModelError with the reason if models of this kind do not support a feature."""
         if (reason := self.kind.refusals.get(feature)) is not None:
             raise ModelError(f"{self.path} is {self.kind.name}, {reason}")
 
     def refuse_to_draft(self, feature: str) -> None:
-        """Raise ModelError if models of this kind cannot draft so."""
+        """Raise ModelError with the reason if models of this kind cannot draft so."""
         if (reason := self.kind.draft_refusals.get(feature)) is not None:
             raise ModelError(f"the draft {self.path} {reason}")
 
@@ -264,11 +257,9 @@ class ModelSource:
 
 
 def shared_tokens(target: ModelSource, draft: ModelSource) -> dict[int, int] | None:
-    """Return the draft's id of each of the target's tokens that it has, too; None if all ids are the same.
+    """Map the target's token ids to the draft's, or return None if all are the same.
 
-    Raises:
-        ModelMismatchError: they are less than half of the draft's tokens.
-        ModelError: models of this kind must have the same tokenizer.
+    Raises ModelMismatchError if less than half of the draft's tokens are shared.
     """
     first, second = (source.directory / "tokenizer.json" for source in (target, draft))
     if first.exists() and second.exists() and filecmp.cmp(first, second, shallow=False):

@@ -1,11 +1,11 @@
-"""Weights: reads a model's safetensors files, or one rank's window of every tensor in them, onto a device.
+"""Weights: reads safetensors files, or one rank's window of every tensor in them, onto a device.
 
-Files are mapped, so only the pages of a window are read, and processes on a node share them. A CPU uses a contiguous
-window in the model's number format where it is mapped. For a GPU, several threads copy a block to one of two pinned
-buffers while the GPU reads the other: the host holds no second copy of a model.
+Files are mapped, so only a window's pages are read, and processes on a node share them. A CPU uses a contiguous window
+in the model's number format in place. For a GPU, threads copy blocks to two pinned buffers in turn, while the GPU reads
+the other buffer: the host holds no second copy of a model.
 
-Why not `preadv`: it read 3-5 GB/s from the page cache where copies of mapped pages read 8-14 (two cores). Why not
-fastsafetensors 0.5 or runai-model-streamer 0.17: both read whole tensors, not columns of them.
+Why not `preadv`: it read 3-5 GB/s from the page cache, copies of mapped pages 8-14 (two cores). Why not fastsafetensors
+0.5 or runai-model-streamer 0.17: both read whole tensors, not columns.
 """
 
 import functools
@@ -37,21 +37,20 @@ from engine.models.source import ModelSource
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES, _PIECE_BYTES = 2**25, 2**22
-"""The size of a pinned buffer, and what one thread copies at a time."""
+"""The size of a pinned buffer, and of the piece that one thread copies at a time."""
 _MAX_THREADS = 8
 _LOG_PERIOD_S = 5.0
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 TEXT_PART = {r"^language_model\.(lm_head|model)\.": r"\1.", r"^model\.(?:language|text)_model\.": "model."}
-"""Where tensors of a model for images and text belong in its text part by itself; other names are of no such model."""
+"""Renames tensors of a multimodal model to their names in its text model; matches no names of other models."""
 
 WindowOf = Callable[[str, Tensor], Tensor]
-"""Returns the window of a tensor that is needed, by its name and the whole of it."""
+"""Returns the window that is needed of a whole tensor, given its name."""
 OnTensor = Callable[[str, Tensor, Tensor], Tensor | None]
-"""Takes a tensor's name, the whole of it, mapped and not read yet, and its window on the device in the model's number
-format; returns what the module shall hold, or None."""
+"""Takes a tensor's name, the mapped whole and its window on the device; returns what the module shall hold, or None."""
 Upload = Callable[[Tensor, Tensor], Callable[[], None]]
-"""Starts to copy a pinned tensor to one on the device; returns a function that waits until the copy has ended."""
+"""Starts to copy a pinned tensor to a tensor on the device; returns a function that waits for the copy."""
 
 
 def fill(
@@ -64,16 +63,13 @@ def fill(
     on_tensor: OnTensor = lambda name, whole, window: window,
     full: Collection[str] = (),
 ) -> None:
-    """Fill a model on the meta device, or one whose weights are unset, from files; names that are tied share a tensor.
+    """Fill an empty model from files; raise ModelError for missing or misshapen weights.
 
     Args:
         names: where tensors of the files belong; None if they have the parameters' names.
-        rank, world_size: where a parameter is smaller than the tensor in a file, this rank's window of it is read.
+        rank, world_size: the window to read where a parameter is smaller than the tensor in a file.
         on_tensor: changes tensors as they are read, or keeps them from the module.
-        full: names of parameters that are filled already.
-
-    Raises:
-        ModelError: the files lack a weight, or have it in another shape.
+        full: parameters that are filled already.
     """
     if isinstance(module, PreTrainedModel):
         _restore_buffers(module, device)
@@ -91,7 +87,7 @@ def fill(
     def find(key: str, whole: Tensor) -> Tensor:
         part = places[key][1]
         if (axis := getattr(part, "packed_axis", None)) is not None:  # a rank's window is in both halves
-            part, whole = (torch.unflatten(one, axis, (2, -1)) for one in (part, whole))
+            part, whole = (torch.unflatten(tensor, axis, (2, -1)) for tensor in (part, whole))
         return whole[window_of(whole.shape, part.shape, rank, world_size)]
 
     for key, whole, window in read(source, dtypes, device, find, upload_to(device)):
@@ -113,7 +109,7 @@ def fill(
 
 
 class FileNames:
-    """Where tensors of files belong in a module, by transformers' renamings; files have every expert by itself."""
+    """Where tensors of files belong in a module, by transformers' renamings; files store each expert separately."""
 
     def __init__(self, module: nn.Module, renamings: Sequence[WeightRenaming] = ()) -> None:
         inner = [WeightRenaming(pattern, name) for pattern, name in TEXT_PART.items()]
@@ -126,18 +122,18 @@ class FileNames:
         self._own: range | None = owners[0].own_experts if owners else None  # type: ignore[assignment]
 
     def parameter(self, name: str) -> str:
-        """Return the name of a tensor's parameter in the module; "" if it is an expert of other ranks."""
+        """Return the parameter that a tensor belongs to; "" for an expert of another rank."""
         expert = _EXPERT.search(name)
         return "" if expert and self._own and int(expert[1]) not in self._own else self._renamed(name)[0]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return the part of a parameter that a tensor belongs to; an empty one if the tensor has to be converted."""
+        """Return a tensor's part of its parameter; empty if the tensor must be converted."""
         pattern = self._renamed(name)[1]
-        converter = next((one for one in self._converters if pattern in one.source_patterns), None)
+        converter = next((change for change in self._converters if pattern in change.source_patterns), None)
         if converter is None or pattern is None:
             return whole
         expert = _EXPERT.search(name)
-        if expert is None or not {type(one) for one in converter.operations} <= {MergeModulelist, Concatenate}:
+        if expert is None or not {type(step) for step in converter.operations} <= {MergeModulelist, Concatenate}:
             return whole.new_empty(0)
         patterns, index = converter.source_patterns, int(expert[1]) - (self._own.start if self._own else 0)
         return whole[index].chunk(len(patterns))[patterns.index(pattern)]
@@ -151,10 +147,7 @@ class FileNames:
 def read(
     source: ModelSource, dtypes: Mapping[str, torch.dtype], device: torch.device, find: WindowOf, upload: Upload | None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each tensor that `dtypes` names: its name, the whole of it, mapped, and its window on the device.
-
-    `upload` copies to a GPU; it is None for a CPU. Operations on the current stream may use a window at once.
-    """
+    """Yield name, mapped whole and window on the device, usable at once, of each tensor that `dtypes` names."""
     mapped = [(name, whole) for name, whole in mapped_tensors(source) if name in dtypes]
     windows = [(name, whole, find(name, whole)) for name, whole in mapped]
     num_bytes, total = 0, sum(window.nbytes for _, _, window in windows)
@@ -173,11 +166,9 @@ def read(
 
 
 def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bool:
-    """Return whether the files hold each number of a model once, in tensors that are not converted.
+    """Return whether the files hold each weight once, in tensors that need no conversion.
 
-    Raises:
-        ModelError: a tensor has another shape, or too few are left for the weights that no tensor is named after.
-            Transformers would first allocate all weights, however large the configuration makes them.
+    Raises ModelError for wrong shapes or too few numbers, before transformers would allocate the configured size.
     """
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     num_missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
@@ -209,7 +200,7 @@ def _check(source: ModelSource, key: str, whole: Tensor, window: Tensor, part: T
 
 
 def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> tuple[slice, ...]:
-    """Return slices of a tensor's first axes, a rank's window; none, for the whole, if no window has that shape."""
+    """Return slices for a rank's window of shape `part`; empty, for the whole tensor, if no window has that shape."""
     if len(whole) != len(part) or any(a not in (b, b * world_size) for a, b in zip(whole, part, strict=True)):
         return ()
     starts = [0 if size == all_ranks else rank * size for size, all_ranks in zip(part, whole, strict=True)]
@@ -225,7 +216,7 @@ def mapped_tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Copier:
-    """Copies mapped windows onto a device; for a GPU over two buffers, each with the wait for its last copy."""
+    """Copies mapped windows onto a device; for a GPU through two buffers, each with the wait for its last copy."""
 
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device, upload: Upload | None) -> None:
         self._pool, self._device, self._upload = pool, device, upload
@@ -253,7 +244,7 @@ class _Copier:
 
 
 def _split(window: Tensor, target: Tensor, num_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same parts of both tensors, of at most `num_bytes` of the first."""
+    """Yield matching pieces of both tensors, each of at most `num_bytes` of the first."""
     if window.nbytes <= num_bytes:
         yield window, target
     elif len(window) == 1:
@@ -265,12 +256,11 @@ def _split(window: Tensor, target: Tensor, num_bytes: int) -> Iterator[tuple[Ten
 
 
 def upload_to(device: torch.device) -> Upload | None:
-    """Return how tensors are copied to a device; None for a CPU, which uses them where they are."""
+    """Return how tensors are copied to a device; None for a CPU, which uses them in place."""
     return None if device.type in ("cpu", "meta") else _upload
 
 
 def _upload(pinned: Tensor, target: Tensor) -> Callable[[], None]:
-    """Copy on the device's current stream; the device converts the number format."""
     target.copy_(pinned.to(target.device, non_blocking=True))
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(target.device))
@@ -295,4 +285,4 @@ def _restore_buffers(module: PreTrainedModel, device: torch.device) -> None:
             setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
             module.base_model._init_weights(child)  # type: ignore[operator]
-    module.base_model._init_weights(module.base_model)  # type: ignore[operator] # for some, those of its layers
+    module.base_model._init_weights(module.base_model)  # type: ignore[operator] # some models: layers' buffers

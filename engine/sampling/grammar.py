@@ -1,12 +1,11 @@
 """Grammars: which tokens are allowed at the committed tip and after every draft token.
 
-A grammar is text in llguidance's format (https://github.com/guidance-ai/llguidance), made by `grammar_text` and
-stored in `SamplingParams.grammar`. Drafter and verifier each keep a matcher per request. A matcher is only a cache: it
-can be rebuilt from the committed tokens. A mask therefore depends on the grammar and the tokens before it alone, is the
-same for drafter and verifier, and shapes the target's distribution as every other parameter does.
+A grammar is text in llguidance's format (https://github.com/guidance-ai/llguidance), made by `grammar_text`. Drafter
+and verifier keep a matcher per request, a cache that committed tokens can rebuild. So masks depend only on the grammar
+and the tokens before, are equal for both, and shape the target's distribution like any parameter.
 
-A finished grammar allows the end-of-sequence tokens only. One that exceeds `LIMITS` or the time of its masks ends its
-request with an error: an ambiguous grammar's masks take longer with every token, and hold up all requests of a batch.
+A finished grammar allows end-of-sequence tokens only. A grammar beyond `LIMITS` or its time for masks ends its request
+with an error: an ambiguous grammar's masks take longer with every token, and delay the whole batch.
 """
 
 import json
@@ -35,18 +34,19 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""Limits on a grammar's start and on each mask, in llguidance's units. They bound neither time nor memory of compiling:
-a service should first compile clients' grammars in a process that it can kill."""
+"""Limits on a grammar's start and each mask, in llguidance's units. Compiling is unbounded: a service should first
+compile clients' grammars in a process that it can kill."""
 
 NUM_COMPILED = 16
 MASKS_S = 0.05
-"""Processor time that a request's masks and tokens may take in all, besides the two below for each of them."""
+"""Processor time that a request may take for all masks and tokens, besides the two times below."""
 MASK_S, MASK_S_PER_TOKEN_ID = 3e-4, 2e-8
-"""Those of usual JSON schemas take a tenth of this; a mask compares the whole vocabulary with the grammar."""
+"""Further processor time for each mask or token, and the same per token id: a mask compares the whole vocabulary. Usual
+JSON schemas take a tenth."""
 
 
 def explain(error: str, grammar: str) -> str:
-    """Return in words why llguidance refuses a grammar; where no text matches, its message is an internal state's."""
+    """Explain why llguidance refuses a grammar; if no text matches it, llguidance's message names an internal state."""
     if not error.startswith("NoExtensionBias"):
         return error.strip()[:500]
     sources = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{}]
@@ -58,10 +58,7 @@ def explain(error: str, grammar: str) -> str:
 
 
 class Grammars:
-    """Compiles and caches the grammars of this process, over one token table made from the target's tokenizer.
-
-    The table is made on first use: that takes about a second for a vocabulary of 128,000 tokens.
-    """
+    """Compiles and caches this process's grammars, over a table of the target's tokens that takes a second to make."""
 
     def __init__(self, source: ModelSource, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Store the settings of the token table; ids below `vocab_size` that the tokenizer lacks are never allowed."""
@@ -75,14 +72,10 @@ class Grammars:
         for token in eos_token_ids:
             mask[token // 8] |= 1 << token % 8
         self.end_mask = bytes(mask)
-        """Allows the end-of-sequence tokens only; in llguidance's format, a bit per token, in whole 32-bit words."""
+        """Allows end-of-sequence tokens only; a bit per token, in whole 32-bit words."""
 
     def table_settings(self) -> dict[str, Any]:
-        """Return the arguments of llguidance's token table as JSON values, for use in another process too.
-
-        Raises:
-            ModelError: the model has no end-of-sequence token, so it cannot follow a grammar.
-        """
+        """Return llguidance's token table arguments as JSON values; raise ModelError if the model has no end tokens."""
         if not self.ends:
             raise ModelError("this model cannot follow a grammar: it has no end-of-sequence token")
         backend = copy(self._source.tokenizer.backend_tokenizer)
@@ -102,7 +95,7 @@ class Grammars:
             raise ModelError(f"this model cannot follow a grammar: {error}") from error
 
     def check(self, grammar: str, field: str = "grammar") -> None:
-        """Raise RequestError if a grammar cannot be compiled for this model; it names the field and the reason."""
+        """Raise RequestError, naming field and reason, if a grammar cannot be compiled for this model."""
         try:
             matcher = self.compile(grammar)
         except ModelError as error:
@@ -151,12 +144,10 @@ class Matcher:
         self._follows = True
 
     def masks(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes]:
-        """Return the allowed tokens of each row: a bit per token, the lowest of each byte first.
+        """Return each row's allowed tokens: a bit per token, the lowest of each byte first.
 
-        Args:
-            output: the tokens committed after the prompt.
-            paths: [rows] the draft tokens between the committed tip and each row. After a forbidden draft token all
-                tokens are allowed: it is never accepted, so the row is never used.
+        output: the tokens committed after the prompt; paths: [rows] the draft tokens between the tip and each row.
+        After a forbidden draft token everything is allowed, because such a row is never used.
         """
         masks, started = [], time.thread_time()
         num_new = len(output) - len(self._output)
@@ -184,7 +175,7 @@ class Matcher:
         self._output += new
 
     def _after(self, path: Sequence[int]) -> bytes:
-        """Return the packed mask after the committed tip and `path`; the matcher stays at the tip."""
+        """Return the mask after the committed tip and `path`; the matcher stays at the tip."""
         if not self._follows or not self._grammars.ends.isdisjoint(path):
             return self._grammars.end_mask
         tokens = list(path)
@@ -202,9 +193,9 @@ class Matcher:
 
 
 def _hide_special_tokens(tokenizer: dict[str, Any]) -> None:
-    """Rename special tokens, and those in angle brackets, which llguidance takes for special: no text consists of them.
+    """Rename special tokens and tokens in angle brackets, which llguidance takes for special tokens.
 
-    Where only one text can follow, it allows the tokenizer's first token of it; one of these would then match nothing.
+    Where only one text can follow, llguidance allows the tokenizer's first token of it, and these would match nothing.
     """
     vocabulary = tokenizer["model"]["vocab"]
     for token in tokenizer["added_tokens"]:
@@ -220,11 +211,7 @@ def _hide_special_tokens(tokenizer: dict[str, Any]) -> None:
 
 
 def matcher_of(grammars: Grammars | None, request: Request) -> Matcher | None:
-    """Return the matcher of a request that has a grammar.
-
-    Raises:
-        ModelError: the model was loaded without grammars; such requests should have been refused before.
-    """
+    """Return the matcher of a request with a grammar; raise ModelError if the model was loaded without grammars."""
     if request.params.grammar is None:
         return None
     if grammars is None:

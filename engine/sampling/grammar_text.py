@@ -1,7 +1,4 @@
-"""The texts of grammars: of JSON schemas, regular expressions, choices, and grammars in other notations.
-
-Only what makes or sends grammars imports this: an engine without any needs no llguidance.
-"""
+"""Texts of grammars: from JSON schemas, regular expressions, choices and other notations; imports llguidance."""
 
 import json
 import re
@@ -15,7 +12,7 @@ from engine.blocks.block_pool import salt_digest
 from engine.errors import RequestError
 
 MAX_GBNF_RULES = 1000
-"""Converting more of them to Lark's notation takes seconds: each may depend on the next."""
+"""Converting more rules to Lark's notation takes seconds, because each may depend on the next."""
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}", "lenient": False}
 """JSON may be indented, but white space is bounded so that a model cannot produce it without end."""
 _ENFORCED_FORMATS = frozenset(
@@ -61,10 +58,10 @@ def from_choice(texts: Sequence[str]) -> str:
 
 
 def literal(text: str, token_ids: Mapping[str, int] | None = None) -> str:
-    """Return Lark's notation of a text, in which the strings among `token_ids` are these tokens, and not text."""
+    """Return a text in Lark's notation, in which strings of `token_ids` stand for these tokens."""
     ids = token_ids or {}
     tokens = "|".join(map(re.escape, sorted(ids, key=len, reverse=True))) or "(?!)"
-    # A Lark literal is one of JSON with DEL escaped, too.
+    # A Lark literal is a JSON string in which DEL is escaped, too.
     return " ".join(
         f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False).replace("\x7f", "\\u007f")
         for part in re.split(f"({tokens})", text)
@@ -73,11 +70,7 @@ def literal(text: str, token_ids: Mapping[str, int] | None = None) -> str:
 
 
 def from_text(text: str) -> str:
-    """Return the grammar of a text in Lark's or llama.cpp's (GBNF) notation.
-
-    Raises:
-        RequestError: the notation is neither of these, or a GBNF grammar has too many rules.
-    """
+    """Return the grammar of a text in Lark's or llama.cpp's (GBNF) notation; raise RequestError if it is neither."""
     if (num_rules := text.count("::=")) > MAX_GBNF_RULES:
         raise RequestError(f"the grammar has {num_rules:,} rules in GBNF, at most {MAX_GBNF_RULES:,} are allowed")
     try:
@@ -87,7 +80,7 @@ def from_text(text: str) -> str:
 
 
 def salted(grammar: str, salt: str | None) -> str:
-    """Return an equal grammar that no cache takes for another salt's, whose users could tell that it was compiled."""
+    """Return an equal grammar with its own cache entry per salt: users cannot tell what others have compiled."""
     if salt is None:
         return grammar
     digest = salt_digest(salt).hex()

@@ -1,8 +1,7 @@
 """Applies sampling parameters to logits and draws tokens, at every draft position.
 
-All verification rules and drafters use these functions, so draft and target logits are shaped alike. The order is
-vLLM's: logit_bias, min_tokens and grammar, penalties, temperature, min_p, top_k, top_p. Penalties and grammar of a row
-take into account the committed tokens and the draft tokens on the row's path.
+All verification rules and drafters use these functions, in vLLM's order: logit_bias, min_tokens and grammar, penalties,
+temperature, min_p, top_k, top_p. Penalties and grammar see the committed tokens and the draft tokens on a row's path.
 """
 
 import itertools
@@ -23,23 +22,14 @@ from engine.sampling.top_tokens import copied, keep_top
 
 @dataclass(slots=True)
 class Run:
-    """Consecutive logit rows of one request.
-
-    Attributes:
-        depths: per row, the number of draft tokens between the committed tip and the row; 0 is the tip itself.
-        paths: per row, these draft tokens. Needed if `params.depends_on_path`, else empty.
-        end_ids: ids that may not be drawn before min_tokens: end-of-text and stop ids.
-        matcher: the state of the request's grammar, if it has one.
-        seeds: per row, the seed of its draw outside the target's stream; empty if all are drawn in this round, and one
-            token per position.
-    """
+    """Consecutive logit rows of one request."""
 
     request: Request
-    depths: Sequence[int]
-    paths: Sequence[Sequence[int]] = ()
-    end_ids: Sequence[int] = ()
+    depths: Sequence[int]  # per row, the draft tokens between the committed tip and the row; 0 is the tip
+    paths: Sequence[Sequence[int]] = ()  # per row, these draft tokens; only if `params.depends_on_path`
+    end_ids: Sequence[int] = ()  # end-of-text and stop ids, forbidden before min_tokens
     matcher: Matcher | None = None
-    seeds: Sequence[int] = ()
+    seeds: Sequence[int] = ()  # per row, the seed outside the target's stream; empty: this round's
 
     @property
     def params(self) -> SamplingParams:
@@ -53,14 +43,9 @@ class Run:
 
 
 def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Apply every run's sampling parameters to its rows, in place where possible.
+    """Apply every run's sampling parameters to its rows of logits [n, vocab], float32, in place where possible.
 
-    Args:
-        logits: [n, vocab] float32, the rows of all runs in order.
-
-    Returns:
-        [n, vocab] unnormalised log probabilities; -inf where a token may not be drawn. A greedy row keeps temperature
-        1: its token is the argmax.
+    Returns [n, vocab] unnormalised log probabilities, -inf for forbidden tokens; greedy rows keep temperature 1.
     """
     start = 0
     for run in runs:
@@ -91,13 +76,13 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def needs_shaping(params: SamplingParams) -> bool:
-    """Return whether `shape` does more than divide by the temperature; a pass can draw every row that needs no more."""
+    """Return whether `shape` does more than divide by the temperature; otherwise a pass can draw the row itself."""
     is_cut = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
     return bool(is_cut or params.depends_on_path or params.logit_bias or params.min_tokens)
 
 
 def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
-    """Set logits [rows, vocab] of tokens that a grammar forbids to -inf, in place, by `Matcher.masks` of the rows."""
+    """Set logits [rows, vocab] of forbidden tokens to -inf, in place, by `Matcher.masks` of the rows."""
     packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1, 1)
     packed = packed.to(logits.device, non_blocking=True)
     bits = packed >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
@@ -110,16 +95,14 @@ def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
 def plan_draws(
     params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device, steps: int = 1
 ) -> list[Draws]:
-    """Return the temperatures and noise keys for `steps` passes that draw a token per row, one position further each.
+    """Return temperatures and noise keys for `steps` passes that each draw one further token per row.
 
-    Args:
-        params: per row; rows that need shaping get greedy draws, to be replaced by draws from shaped logits.
-        positions: per row, the position of the token that the first step draws.
+    positions: per row, where the first step draws. Rows that need shaping get greedy draws, to be replaced later.
     """
     # Rows with the same seed and position share one key, because noise costs more than a lookup.
     key_rows: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
-    distinct = {id(sampling): sampling for sampling in params}  # the rows of one request share theirs
+    distinct = {id(sampling): sampling for sampling in params}  # a request's rows share their parameters
     drawn = {key for key, sampling in distinct.items() if sampling.temperature > 0 and not needs_shaping(sampling)}
     for i, (sampling, position) in enumerate(zip(params, positions, strict=True)):
         if id(sampling) in drawn:
@@ -134,19 +117,12 @@ def plan_draws(
 
 
 def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
-    """Draw one token per row: the argmax for greedy requests, else Gumbel-max with the request's noise.
-
-    Args:
-        shaped: [n, vocab], from `shape`.
-
-    Returns:
-        [n] int64.
-    """
+    """Draw one token per row of shaped [n, vocab], by argmax or Gumbel-max with the request's noise; [n] int64."""
     return noised(shaped, runs, stream).argmax(-1)
 
 
 def noised(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
-    """Return the scores whose argmax `draw` returns, [n, vocab]: logits plus noise."""
+    """Return logits plus noise, [n, vocab], whose argmax `draw` returns."""
     if all(run.params.temperature == 0 for run in runs):
         return shaped
     return shaped + gumbel_rows(runs, shaped, stream)
@@ -185,10 +161,7 @@ def _column(runs: Sequence[Run], like: Tensor, value: Callable[[SamplingParams],
 
 
 def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
-    """Apply penalties as vLLM does: repetition counts prompt and output, presence and frequency only the output.
-
-    A source does not count, as in transformers.
-    """
+    """Apply penalties as vLLM does; as in transformers, an encoder's source does not count."""
     ends = list(itertools.accumulate(len(run.depths) for run in runs))
     penalised = [
         (run, list(range(end - len(run.depths), end)))

@@ -1,11 +1,9 @@
 """Counter-based Gumbel noise of (seed, stream, position, token id), the same on every device and in every batch.
 
-The idea is from Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding":
-when draft and target add the same noise to their own logits and take the argmax, they agree with probability at least
-(1 - TV) / (1 + TV), and exchange nothing but token ids. The noise is a hash without any state, so a round that is
-repeated or batched differently draws the same numbers.
-
-The integer hash is exact everywhere; the two logarithms after it may differ by an ulp between devices.
+If draft and target take the argmax of their logits plus the same noise, they agree with probability at least
+(1 - TV) / (1 + TV), and exchange only token ids (Daliri, Musco and Suresh, "Coupling without Communication and
+Drafter-Invariant Speculative Decoding"). The noise is a stateless hash, so a repeated or rebatched round draws the same
+numbers. The integer hash is exact everywhere; its two logarithms may differ by an ulp between devices.
 """
 
 import functools
@@ -17,37 +15,31 @@ import torch
 from torch import Tensor
 
 TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = range(4)
-"""Independent streams of the draws at one position; drafting and accepting in one stream would bias the output.
+"""Independent streams of the draws at one position; a shared stream would bias the output.
 
-The target and the coupled drafter draw from the first. Under rules that need draft rows, the others are for the draft's
-tokens, the coins, and the recovered and bonus tokens; these are drawn anew in every round, see `round_seed`.
+The target and the coupled drafter draw from the first. Under rules with draft rows, the others are for draft tokens,
+coins, and recovered and bonus tokens, drawn anew in every round; see `round_seed`.
 """
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-"""Faster implementations of `gumbel` for a whole vocabulary (token ids [vocab]), by device type."""
+"""Faster implementations of `gumbel` over a whole vocabulary, by device type."""
 _MASK64 = (1 << 64) - 1
 
 
 @dataclass(slots=True)
 class Draws:
-    """The temperatures and noise of a forward pass that draws tokens itself, for rows that need no shaping.
+    """Temperatures and noise of a forward pass that draws tokens itself, for rows that need no shaping."""
 
-    Attributes:
-        temperatures: [n, 1] float32, 1 for greedy rows.
-        keys: [m, 2] int32, from `keys`, for the rows that are not greedy.
-        rows: [n] int64, the index of each row's key + 1; 0 is greedy.
-    """
-
-    temperatures: Tensor
-    keys: Tensor
-    rows: Tensor
+    temperatures: Tensor  # [n, 1] float32, 1 for greedy rows
+    keys: Tensor  # [m, 2] int32 from `keys`, for rows that are not greedy
+    rows: Tensor  # [n] int64, the index of each row's key + 1; 0 is greedy
 
     def to(self, device: torch.device) -> "Draws":
         """Return these on a device."""
-        return Draws(*(one.to(device, non_blocking=True) for one in (self.temperatures, self.keys, self.rows)))
+        return Draws(*(tensor.to(device, non_blocking=True) for tensor in (self.temperatures, self.keys, self.rows)))
 
     def row_keys(self) -> Tensor:
-        """Return every row's key, [n, 2] int32; a greedy row's means nothing."""
+        """Return every row's key, [n, 2] int32; a greedy row's is arbitrary."""
         return self.keys[(self.rows - 1).clamp(min=0)] if len(self.keys) else self.keys.new_zeros(len(self.rows), 2)
 
 
@@ -64,43 +56,27 @@ def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: to
 
 
 def round_seed(seed: int, tip: int, lane: int = 0) -> int:
-    """Return the seed of draws that belong to one round: a draft's tokens, the coins, the token after them.
+    """Return the seed of one round's draws: draft tokens, coins, and the token after them.
 
-    A rule, or a draft that runs ahead, may look at draft tokens and coins beyond those that it commits. The next round
-    draws at these positions again, and would be biased if it drew the same numbers.
-
-    Args:
-        tip: the number of committed tokens before the round.
-        lane: distinguishes several draws at one position in one round.
+    Rules and run-ahead look at draws beyond the tokens that they commit; reusing these in the next round would bias it.
+    `tip`: tokens committed before the round; `lane` distinguishes draws at one position in one round.
     """
     return _splitmix64(_hashed_seed(seed) ^ _splitmix64((tip << 8) + lane))
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return standard Gumbel noise, float32, finite.
-
-    Args:
-        keys: [n, 2] int32, from `keys`.
-        token_ids: [vocab] or [n, m] int32 ids to compute noise for.
-
-    Returns:
-        [n, vocab] or [n, m].
-    """
+    """Return finite float32 Gumbel noise, [n, vocab] or [n, m], for [n, 2] `keys` and [vocab] or [n, m] int32 ids."""
     implementation = IMPLEMENTATIONS.get(keys.device.type) if token_ids.dim() == 1 else None
     return (implementation or plain_gumbel)(keys, token_ids)
 
 
 def plain_gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the same as `gumbel`, by torch operators on any device."""
+    """Return what `gumbel` does, by torch operators on any device."""
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
 
 
 def noised_logits(logits: Tensor, draws: Draws, first_id: int = 0) -> Tensor:
-    """Return logits over temperature plus noise, [n, vocab]; the argmax is the drawn token.
-
-    Args:
-        logits: [n, vocab], or a slice of the vocabulary that starts at token `first_id`.
-    """
+    """Return logits / temperature + noise, [n, vocab], or for a slice of the vocabulary that starts at `first_id`."""
     if not len(draws.keys):
         return logits  # all greedy
     return scores(logits, draws.temperatures, draws.keys, draws.rows, gumbel, first_id)
@@ -114,16 +90,16 @@ def scores(
     noise_of: Callable[[Tensor, Tensor], Tensor] = plain_gumbel,
     first_id: int = 0,
 ) -> Tensor:
-    """Return the same as `noised_logits`, from tensors alone and without branches, for tracing."""
+    """Return what `noised_logits` does, from tensors alone and without branches, for tracing."""
     token_ids = torch.arange(first_id, first_id + logits.shape[-1], dtype=torch.int32, device=logits.device)
     no_noise = torch.zeros_like(logits[:1])
     return logits / temperatures + torch.cat([no_noise, noise_of(keys, token_ids)])[rows]
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return uniform numbers in (0, 1), float32; shapes as in `gumbel`.
+    """Return uniform float32 numbers in (0, 1), of resolution 2^-31 near 0; shapes as in `gumbel`.
 
-    Resolution is 2^-31 near 0. Values are clamped below 1, because exactly 1.0 would give infinite noise.
+    They are clamped below 1, because exactly 1.0 would give infinite noise.
     """
     low, high = keys[:, :1], keys[:, 1:]
     # The murmur3 finaliser with the second key word between its two multiplications. torch has no unsigned shift.

@@ -1,7 +1,7 @@
-"""RowShaping: sampling parameters as tensors, applied without looking at them, so that a CUDA graph can record it.
+"""RowShaping: sampling parameters as tensors, applied without reading them, so that a CUDA graph can record it.
 
-`logits.shape` leaves out the steps that no row needs, and computes the others with the functions of this file. A
-grammar has no such tensors: its masks depend on tokens and come from the host.
+`logits.shape` omits steps that no row needs, and shares the other steps. Grammars are excluded: their masks depend on
+tokens and come from the host.
 """
 
 from collections.abc import Sequence
@@ -14,36 +14,27 @@ from engine.protocols import Request
 from engine.sampling.top_tokens import top
 
 MAX_BIASED = 64
-"""Biased tokens of a row, tokens that end the text included."""
+"""Biased tokens of a row, including tokens that end the text."""
 _IN_PROMPT = 1 << 30
 """Added to the count of a token that is in the prompt."""
 
 
 class RowShaping(NamedTuple):
-    """The parameters of n rows.
+    """The parameters of n rows."""
 
-    Attributes:
-        numbers: [n, 7] float32: temperature, min_p, top_p, top_k, and the repetition, frequency and presence penalties.
-        biased_ids: [n, MAX_BIASED] int32; biases: [n, MAX_BIASED] float32.
-        num_biased: [n, MAX_BIASED] int32, the number of draws, from the first one on, that a bias is for.
-    """
-
-    numbers: Tensor
-    biased_ids: Tensor
-    biases: Tensor
-    num_biased: Tensor
+    numbers: Tensor  # [n, 7] float32: temperature, min_p, top_p, top_k, repetition, frequency, presence
+    biased_ids: Tensor  # [n, MAX_BIASED] int32
+    biases: Tensor  # [n, MAX_BIASED] float32
+    num_biased: Tensor  # [n, MAX_BIASED] int32, how many of the next draws a bias is for
 
 
 def row_shaping(
     requests: Sequence[Request], drafted: Sequence[Sequence[int]], end_ids: Sequence[int], vocab: int
 ) -> tuple[RowShaping, Tensor] | None:
-    """Return the parameters of a row per request, and [2, m] places in the flat counts of `shaped` and their values.
+    """Return a row per request, and [2, m] indices in the flat counts of `shaped` with their values.
 
-    None if a row has a grammar or too many biases.
-
-    Args:
-        drafted: per row, the draft tokens between the committed tip and the first draw.
-        end_ids: tokens that end every text; none may be drawn before min_tokens.
+    Returns None if a row has a grammar or too many biases. `drafted` are each row's draft tokens before the first draw;
+    `end_ids` end every text.
     """
     numbers, biases, places, added = [], [], [], []
     for row, (request, tokens) in enumerate(zip(requests, drafted, strict=True)):
@@ -69,11 +60,7 @@ def row_shaping(
 
 
 def shaped(logits: Tensor, rows: RowShaping, counts: Tensor, draw: int) -> Tensor:
-    """Return logits [n, vocab] as `logits.shape` shapes them, for a row's draw number `draw`, from 0.
-
-    Args:
-        counts: [n, vocab] int32, from `row_shaping`, and 1 more for every token drawn since.
-    """
+    """Return logits [n, vocab] as `logits.shape` shapes them for a row's draw number `draw`; counts: [n, vocab]."""
     temperature, min_p, top_p, top_k, *penalties = torch.split(rows.numbers, 1, -1)
     logits = logits.scatter_add(-1, rows.biased_ids.long(), torch.where(rows.num_biased > draw, rows.biases, 0.0))
     logits = penalise(logits, counts > 0, counts & (_IN_PROMPT - 1), *penalties)
@@ -84,13 +71,13 @@ def shaped(logits: Tensor, rows: RowShaping, counts: Tensor, draw: int) -> Tenso
 def penalise(
     logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """Return logits with penalties, [n, 1] each, for tokens `seen` in prompt or output and `counts` in the output."""
+    """Return logits with penalties [n, 1], for tokens `seen` in prompt or output and `counts` in the output."""
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - frequency * counts - presence * (counts > 0)
 
 
 def scale(logits: Tensor, temperature: Tensor | None, min_p: Tensor | None) -> None:
-    """Divide by the temperatures and forbid tokens below min_p, in place; [n, 1] each, None where no row needs it."""
+    """Divide by temperatures and forbid tokens below min_p, in place; [n, 1] each, None where no row needs it."""
     if temperature is not None:
         logits.div_(temperature)
     if min_p is not None:

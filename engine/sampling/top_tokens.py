@@ -1,4 +1,4 @@
-"""top_k and top_p, searched among the likeliest tokens first: most rows need a few, and sorting all of them is slow."""
+"""top_k and top_p, searched among the likeliest tokens first: most rows need few, and sorting all is slow."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,12 @@ from torch import Tensor
 from engine.params import SamplingParams
 
 _NUM_CANDIDATES = 256
-"""Number of most likely tokens that are searched first."""
 
 
 def keep_top(logits: Tensor, params: Sequence[SamplingParams]) -> None:
-    """Keep each row's top_k tokens, then the fewest of them whose probabilities sum to top_p; ties go to lower ids.
+    """Keep each row's top_k tokens, then the fewest that sum to top_p, in place; ties go to lower ids.
 
-    Greedy rows stay as they are, because the most likely token is always kept.
-
-    Args:
-        logits: [n, vocab], changed in place.
-        params: per row.
+    logits: [n, vocab]. Greedy rows are skipped, because the most likely token is always kept.
     """
     vocab = logits.shape[-1]
     limits = [sampling.top_k if 0 < sampling.top_k < vocab else vocab for sampling in params]
@@ -48,16 +43,12 @@ def copied(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | 
 
 
 def top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Keep top_k and top_p tokens, searched among the `count` most likely; `count` does not change the result.
+    """Keep top_k and top_p tokens, searched among the `count` most likely; other logits become -inf.
 
-    Args:
-        logits: [n, vocab]; limit, top_p: [n, 1].
-
-    Returns:
-        [n, vocab] with -inf for all others, and per row whether `count` was enough; rows where not are unchanged.
+    Returns [n, vocab], and per row whether `count` was enough; if not, the row is unchanged. limit, top_p: [n, 1].
     """
     values, ids = logits.topk(count, -1)
-    # A GPU adds in an order that depends on the number of rows; in float64 that decides no token.
+    # A GPU's order of addition depends on the number of rows; in float64 that changes no token.
     held = logits.softmax(-1).gather(-1, ids).cumsum(-1, dtype=torch.float64)
     is_limited = limit < logits.shape[-1]
     enough = top_p * torch.where(is_limited, held.gather(-1, limit.clamp(max=count) - 1), 1.0)
@@ -74,5 +65,5 @@ def top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tenso
 
 
 def _reads_cheaply(device: torch.device) -> bool:
-    """Return whether reading a result on the host is cheap; on a GPU it waits for all queued work."""
+    """Return whether the host reads results cheaply; on a GPU it waits for all queued work."""
     return device.type == "cpu"

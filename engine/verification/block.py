@@ -1,9 +1,8 @@
 """Block verification: Sun et al., "Block Verification Accelerates Speculative Decoding" (2403.10444), Algorithm 2.
 
 A draft is accepted up to the last token whose coin falls below its acceptance probability, which depends on the whole
-draft up to there: the tokens before it can make up for a token that is less likely in the target. No rule for a single
-draft accepts more tokens in expectation, and the rejection rule never does. The emitted law is the target's, if every
-token was sampled from the row that came with it, in noise that is new in every round.
+draft before it: likely tokens can make up for a less likely token. No rule for a single draft accepts more tokens in
+expectation. The text has the target's law if every token was sampled from its draft row, in noise of its round.
 """
 
 from collections.abc import Sequence
@@ -16,10 +15,7 @@ from engine.verification.draft_rows import draft_prob, draft_row, first_rows, or
 
 
 def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tuple[list[list[int]], Tensor]:
-    """Accept each draft up to its last accepted token; of a tree, only the chain of its first nodes counts.
-
-    See `draft_rows.Accept`.
-    """
+    """Accept each draft up to its last accepted token; of a tree, only the chain of its first nodes; see `Accept`."""
     starts = first_rows(drafts)
     lengths = [_chain_length(draft) for draft in drafts]
     facts = read(target_probs, coins, drafts, lambda draft, node: [draft.token_ids[node]])
@@ -43,7 +39,7 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
         count = length
         while count:
             ratio, left, coin = draft_ratios[count], sums[start + count], nodes[count - 1].coin
-            # u * (left + 1 - ratio) < left, not u < left / (left + 1 - ratio): both can be 0.
+            # u * (left + 1 - ratio) < left, not u < left / (left + 1 - ratio), which can divide 0 by 0.
             if coin * (left + 1 - ratio) < left if count < length else coin < ratio:
                 break
             count -= 1
@@ -53,5 +49,4 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
 
 
 def _chain_length(draft: Draft) -> int:
-    """Return the length of the chain that a draft begins with."""
     return next((i for i, parent in enumerate(draft.parents) if parent != i - 1), len(draft.parents))

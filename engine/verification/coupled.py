@@ -1,9 +1,8 @@
 """The coupled rule: the target draws its own token at every node, and the walk descends while a child equals it.
 
-Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding". Every
-emitted token is the target's own draw, made with noise that depends on (seed, position, token) alone, so the
-text does not depend on the draft at all. Exact for any draft, chain or tree, at any temperature, and only token
-ids travel.
+Every emitted token is the target's own draw, with noise of (seed, position, token) alone, so the text does not depend
+on the draft. Exact for any chain or tree at any temperature; only token ids travel (Daliri, Musco and Suresh, "Coupling
+without Communication and Drafter-Invariant Speculative Decoding").
 """
 
 import itertools

@@ -14,33 +14,26 @@ from engine.sampling import noise
 from engine.sampling.logits import Run, draw, probabilities, shape
 
 Accept = Callable[[Tensor, Tensor, Sequence[Draft]], tuple[list[list[int]], Tensor]]
-"""A rule, as a pure function of the coins.
-
-Args:
-    target_probs: [n, vocab] per request the tip's row, then one row per draft token.
-    coins: [nodes] a uniform number per draft token.
-    drafts: one per request.
-
-Returns:
-    Per request the path of accepted nodes, root first, and [requests, vocab] the weights of the token after them, which
-    need not sum to 1.
-"""
+"""A rule, as a pure function of target probabilities [n, vocab] (as `rule.Decide`'s logits), a coin [nodes] per draft
+token, and the drafts. Returns accepted paths, root first, and the next tokens' weights, [requests, vocab], which need
+not sum to 1."""
 
 
 Entry = tuple[int, int, float]
-"""A row of weights, a token id, and the draft's probability of it, which is subtracted there."""
+"""An index of a row of weights, a token id, and the draft's probability to subtract there."""
 
 
 class NodeFacts(NamedTuple):
-    """The inputs of a node's decision: the target's probabilities of tokens after the node's parent, and a coin."""
+    """Inputs of a node's decision: the target's probabilities of tokens after the node's parent, and a coin."""
 
     target_probs: dict[int, float]
     coin: float
 
 
 Choose = Callable[[Draft, Sequence[int], Sequence[NodeFacts]], tuple[list[int], Mapping[int, float]]]
-"""Takes a draft, the children of its tip and the facts of all its nodes. Returns the accepted child with the siblings
-whose children continue it, too; or no nodes, and the probabilities to subtract from the target's row by token."""
+"""Decides between siblings. Takes the draft, the siblings, and the facts of all nodes. Returns the accepted child, with
+the siblings whose children continue it, too; or no nodes, and the probabilities to subtract from the target's row, by
+token."""
 
 
 def decide_by(
@@ -58,7 +51,7 @@ def decide_by(
 
 
 def coins(runs: Sequence[Run], drafts: Sequence[Draft], device: torch.device) -> Tensor:
-    """Return one uniform number per draft token, [nodes], the drafts' in order; all of them are independent."""
+    """Return an independent uniform number per draft token, [nodes], draft by draft."""
     seeds, positions = [], []
     for run, draft in zip(runs, drafts, strict=True):
         tip, seed = len(run.request.token_ids), run.params.seed or 0
@@ -110,11 +103,7 @@ def first_rows(drafts: Sequence[Draft]) -> list[int]:
 def read(
     target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft], tokens_of: Callable[[Draft, int], Sequence[int]]
 ) -> list[list[NodeFacts]]:
-    """Return the inputs of each node's decision, per draft; the host waits for the device once.
-
-    Args:
-        tokens_of: returns the tokens whose target probabilities a node's decision needs.
-    """
+    """Return the facts of each draft's nodes, with probabilities of `tokens_of(draft, node)`; waits for the device."""
     tokens = [[tokens_of(draft, node) for node in range(len(draft.token_ids))] for draft in drafts]
     places = [
         (start + 1 + parent, token)
@@ -156,5 +145,5 @@ def residual(weights: Tensor, draft_probs: Sequence[Entry]) -> Tensor:
 
 
 def or_else(weights: Tensor, target_probs: Tensor) -> Tensor:
-    """Return the weights, and where rounding left nothing of a row, the target's row; all [rows, vocab]."""
+    """Return the weights, or the target's row where rounding left no weight; all [rows, vocab]."""
     return torch.where(weights.sum(-1, keepdim=True) > 0, weights, target_probs)

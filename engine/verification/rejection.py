@@ -1,14 +1,14 @@
 """The rejection rule of Leviathan et al. (2211.17192) and Chen et al. (2302.01318), for chains and trees.
 
 A draft token x is accepted with probability min(1, target_probs[x] / draft_probs[x]). After a rejection the target's
-row becomes norm([target_probs - draft_probs]+), and the token's next sibling is tried against that; after the last
-sibling, the recovered token is drawn from it. After a full acceptance the bonus token is drawn from the target. With
-several siblings this is the recursive rejection sampling of SpecInfer (2305.09781) if they were drawn independently, of
-Sequoia (2402.12374, Algorithm 2) if without replacement.
+row becomes norm([target_probs - draft_probs]+), by which the next sibling is tried; after the last sibling, the
+recovered token is drawn from it. After a full acceptance the bonus token is drawn from the target. With siblings this
+is the recursive rejection sampling of SpecInfer (2305.09781) for independent draws, of Sequoia (2402.12374, Algorithm
+2) without replacement.
 
 The emitted law is the target's for *any* draft rows, provided each token was sampled from exactly its row, given its
-earlier siblings: a sibling drawn without replacement comes with the row that its earlier siblings are missing from. The
-drafter samples from its top m tokens only and sends that row. A draft without rows is taken as certain (one-hot).
+earlier siblings: without replacement, a row excludes them. The drafter samples from its top m tokens only and sends
+that row. A draft without rows is taken as certain (one-hot).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,8 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
 def _choose(draft: Draft, siblings: Sequence[int], nodes: Sequence[NodeFacts]) -> tuple[list[int], Mapping[int, float]]:
     """Choose the first sibling that its coin accepts; see `draft_rows.Choose`.
 
-    After some rejections the row is norm([target - subtracted]+): with `scale` as the sum before normalising,
-    [[target - subtracted]+ / scale - draft]+ is proportional to [target - (subtracted + scale * draft)]+. Only tokens
-    of draft rows are ever subtracted from, so these alone are looked at.
+    With `scale` as the sum before normalising, [[target - subtracted]+ / scale - draft]+ is proportional to
+    [target - (subtracted + scale * draft)]+. Only tokens of draft rows are subtracted from, so only these are read.
     """
     subtracted: dict[int, float] = {}
     known: dict[int, float] = {}

@@ -21,11 +21,9 @@ Decide = Callable[[Tensor, Sequence[Run], Sequence[Draft], list[int] | None], li
 """Decides a batch.
 
 Args:
-    logits: [n, vocab] per request the tip's row, then one row per draft token; may be changed in place. Empty if a
-        rule shares noise, and no row needs shaping or log probabilities.
-    runs: one per request, for its rows.
-    drafts: one per request.
-    drawn: [n] the tokens that the pass drew, if it drew any; right for rows that need no shaping.
+    logits: [n, vocab] per request the tip's row, then a row per draft token; may be changed in place. Empty if a rule
+        shares noise, and no row needs shaping or log probabilities.
+    drawn: [n] the tokens that the pass drew, if any; right for rows that need no shaping.
 
 Returns:
     Per request, the tokens to commit and the path of accepted nodes, root first.
@@ -34,21 +32,12 @@ Returns:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Decides which draft tokens a round commits, and which token follows them.
-
-    Attributes:
-        decide: the decision; `draft_rows.decide_by` makes one of an `accept` function.
-        needs_draft_rows: drafts must carry the distributions that their tokens were sampled from. Then no number of the
-            draft may depend on its batch; else its rounding never changes a text.
-        shares_noise: the target draws a token at every row with the noise that the draft drew with. The target's pass
-            may then draw these tokens itself, and the draft can foresee them.
-        independent_siblings: draft tokens after the same text must be sampled independently; else without replacement.
-    """
+    """Decides which draft tokens a round commits, and which token follows them."""
 
     decide: Decide
-    needs_draft_rows: bool = False
-    shares_noise: bool = False
-    independent_siblings: bool = False
+    needs_draft_rows: bool = False  # drafts carry the distributions of their tokens, free of the batch's rounding
+    shares_noise: bool = False  # the target's pass may draw with the draft's noise, and the draft foresee it
+    independent_siblings: bool = False  # else siblings are sampled without replacement
 
 
 RULES: Mapping[str, Rule] = {

@@ -16,11 +16,11 @@ from engine.sampling.logits import Run, needs_shaping, plan_draws
 from engine.verification.rule import rule_of
 
 MakeTargetDrafter = Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter]
-"""Makes the drafter of a target that drafts for itself, with its backend and its KV cache."""
+"""Makes the drafter of a target that drafts for itself, over its backend and its KV cache."""
 
 
 class ModelVerifier:
-    """Verifies with a model in this process. It holds only caches: the rows of a round bring everything it needs."""
+    """Verifies with a model in this process. It holds only caches: a round's rows bring everything it needs."""
 
     def __init__(
         self,
@@ -97,23 +97,20 @@ class ModelVerifier:
         )
 
     def _forward(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> tuple[PassOutput, bool]:
-        """Launch the pass, on all ranks alike, and return whether it draws the tokens.
-
-        It does not if the rule or a prompt's logprobs need more.
-        """
+        """Launch the pass; return whether it draws the tokens: not if the rule or a prompt's logprobs need logits."""
         nodes = [(row.request, depth) for row in rows if row.reaches_tip for depth in [0, *depths(row.draft.parents)]]
         params = [request.params for request, _ in nodes]
         draws = None
         if self._rule.shares_noise and len(params) == len(batch.logit_indices):
             positions = [len(request.token_ids) + depth for request, depth in nodes]
             (draws,) = plan_draws(params, positions, self._kv.input_device)
-            batch.needs_logits = any(needs_shaping(one) or one.logprobs is not None for one in params)
+            batch.needs_logits = any(needs_shaping(row) or row.logprobs is not None for row in params)
         return self.backend.run(batch, draws), draws is not None
 
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
-        """Move the keys and values of accepted nodes to the places after the tips.
+        """Move the keys and values of a branching draft's accepted nodes to the places after the tip.
 
-        A chain's nodes are there already. For a draft that branches, a sum gives every rank the deciding rank's paths.
+        A sum gives every rank the paths of the deciding rank.
         """
         branching = [i for i, row in enumerate(rows) if not row.draft.is_chain]
         if not branching:
@@ -156,7 +153,7 @@ def _forward_row(row: VerifyRow) -> ForwardRow:
 
 
 def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdict], Tensor]:
-    """Return verdicts with the prompts' log probabilities only, and the logits that the rule decides by."""
+    """Return verdicts that hold only the prompts' log probabilities, and the logits that the rule needs."""
     if not any(row.num_prompt_logprobs for row in rows):
         return [Verdict()] * len(rows), logits
     verdicts, deciding = [], []
@@ -174,7 +171,7 @@ def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdi
 
 
 def paths(draft: Draft) -> list[list[int]]:
-    """Return the draft tokens from the root to the tip and to each node: [nodes + 1] lists, the tip's empty."""
+    """Return the draft tokens from the tip to each node: [nodes + 1] lists, the tip's own, empty, first."""
     to_node: list[list[int]] = [[]]
     for token, parent in zip(draft.token_ids, draft.parents, strict=True):
         to_node.append([*to_node[parent + 1], token])

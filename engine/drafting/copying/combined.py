@@ -1,10 +1,8 @@
-"""CombinedDrafter: each row is drafted by the source that promises more: a copy of known text, or another drafter.
+"""CombinedDrafter: drafts each row by a copy of known text or by another drafter, whichever promises more tokens.
 
-A copy costs no pass of a draft model. So a copy may have the longest allowed length, while the length of a model's
-chains follows measured goodput.
-
-The source is chosen before anything is drawn. If the choice depended on the model's drawn tokens, they would no longer
-have the distribution that the rejection rule assumes, nor the text the target's.
+A copy costs no pass, so it may have the longest allowed length, while a model's chains follow measured goodput. The
+source is chosen before anything is drawn: a choice by the drawn tokens would change their distribution, and the
+rejection rule would no longer give the target's text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +13,12 @@ from engine.protocols import Draft, Drafter, PlansCopies, ProposeRow, Request, c
 
 
 class Continuation(NamedTuple):
-    """Draft tokens, the expected number of accepted ones, and the length of the match before them.
-
-    `is_predicted` says that the client predicted them.
-    """
+    """Draft tokens that a source proposes."""
 
     token_ids: list[int]
-    num_expected: float = 0.0
-    match_length: int = 0
-    is_predicted: bool = False
+    num_expected: float = 0.0  # accepted tokens
+    match_length: int = 0  # tokens that agreed before them
+    is_predicted: bool = False  # by the client
 
     def draft(self, length: int) -> Draft:
         """Return the first `length` tokens as a draft."""
@@ -34,11 +29,11 @@ class Copier(Protocol):
     """Finds text that may occur again."""
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Index the text that some requests bring."""
+        """Index the text that requests bring."""
         ...
 
     def look_up(self, row: ProposeRow) -> Continuation:
-        """Return the best continuation of a row that has been read; an empty one if there is none."""
+        """Return the best continuation of a row that has been read; empty if there is none."""
         ...
 
     def release(self, request_id: str) -> None:
@@ -47,7 +42,7 @@ class Copier(Protocol):
 
 
 class CombinedDrafter:
-    """Proposes a copy where it promises more tokens than the other drafter's chain, and that chain elsewhere."""
+    """Proposes a copy for each row where it promises more tokens than the other drafter's chain, else that chain."""
 
     def __init__(self, drafter: Drafter, copier: Copier) -> None:
         """Combine a drafter, which may copy itself, with a source of copies."""

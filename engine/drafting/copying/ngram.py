@@ -1,6 +1,6 @@
-"""NgramDrafter: prompt lookup, as in transformers and vLLM: the request's last n tokens are searched in its text.
+"""NgramDrafter: prompt lookup, as in transformers and vLLM, without a model.
 
-The tokens that followed the latest occurrence are the draft, for the largest n that occurs. It needs no model.
+The draft is what followed the latest occurrence of the request's last n tokens, for the largest n that occurs.
 """
 
 from array import array
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, chain
 
 MAX_MATCH = 32
-"""The largest number of a context's tokens that are compared."""
+"""How many of a context's last tokens are compared."""
 _MAX_CHAIN = 16
-"""Earlier occurrences that are looked at, the latest first."""
+"""How many earlier occurrences are looked at, the latest first."""
 MAX_WINDOW = 2**15
-"""Tokens of a request that are searched, the latest ones."""
+"""How many of a request's latest tokens are searched."""
 MAX_READ = 1024
-"""Tokens that are added to indexes in a round, so that long prompts do not delay it."""
+"""How many tokens are indexed in a round, so that long prompts do not delay it."""
 
 
 class Match(NamedTuple):
@@ -29,11 +29,10 @@ class Match(NamedTuple):
 class TokenIndex:
     """The last `window` tokens of a text, and where its n-grams occurred, found as LZ77 compressors find matches.
 
-    For each n, a hash table holds the latest position of an n-gram, and a chain leads from each position to the one
-    before it with the same hash. A token costs about a microsecond to add and nothing to evict: old positions are
-    overwritten. In Python, a suffix tree or automaton would take several dictionaries per token.
-
-    Positions count from the start of the text.
+    For each n, a hash table holds an n-gram's latest position, and a chain leads from each position to the previous
+    position with the same hash. Adding a token takes about a microsecond. Old positions are overwritten, so evicting
+    takes nothing. In Python, a suffix tree or automaton would take several dictionaries per token. Positions count from
+    the text's start.
     """
 
     def __init__(self, window: int, orders: Sequence[int]) -> None:
@@ -74,10 +73,7 @@ class TokenIndex:
         return self._tokens[position & (self._window - 1)] if position < self.length else None
 
     def matches(self, context: Sequence[int]) -> list[Match]:
-        """Return earlier occurrences of the end of a context, longest first, and the latest first among equals.
-
-        All share the context's last n tokens, for the largest order n that occurs.
-        """
+        """Return earlier occurrences of a context's last n tokens, for the largest n; longest, then latest first."""
         for n, latest, earlier in zip(self._orders, self._latest, self._earlier, strict=True):
             if len(context) < n:
                 continue
@@ -111,15 +107,14 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._texts: dict[str, tuple[Request, TokenIndex]] = {}
-        """Each request, and its tokens as far as they are indexed."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return a chain per row; it is empty where the last tokens did not occur before."""
+        """Return a chain per row, empty where the last tokens did not occur before."""
         self.read([row.request for row in rows])
         return [chain(self._continue(row)) if row.num_draft_tokens else NO_DRAFT for row in rows]
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Index the new tokens of some requests, up to `MAX_READ` of them."""
+        """Index up to `MAX_READ` new tokens of requests."""
         room = MAX_READ
         for request in requests:
             if request.request_id not in self._texts:

@@ -1,10 +1,9 @@
 """PredictionCopier: copies from the output that a client predicts, such as the file that it wants edited.
 
-The output is followed through the prediction token by token. After a difference, the next draft assumes that one token
-was replaced; if it was not, the place is found again by the output's last tokens, as `ngram` finds earlier text. The
-more tokens agreed before a place, the more are drafted there, so a wrong prediction costs a few short drafts.
-
-A draft depends on the prediction and on committed tokens alone, so it is right under every rule, taken as certain.
+The output is followed through the prediction token by token. After a difference, the draft assumes that one token was
+replaced; otherwise the output's last tokens find the place again, as in `ngram`. The more tokens agreed before a place,
+the longer the draft, so a wrong prediction costs a few short drafts. A draft depends only on the prediction and on
+committed tokens, so every rule may take it as certain.
 """
 
 from collections.abc import Sequence
@@ -15,31 +14,24 @@ from engine.drafting.copying.ngram import MAX_MATCH, MAX_READ, MAX_WINDOW, Token
 from engine.protocols import ProposeRow, Request
 
 LONGEST_COPY = 16
-"""Draft tokens of a copy at most, even if `num_speculative_tokens` is less; in full batches, copies are shorter."""
+"""The most tokens of a copy, even if `num_speculative_tokens` is less; in full batches, copies are shorter."""
 _ORDERS = (4, 3, 2)
 _MOST_AGREED = LONGEST_COPY // 2
-"""More agreed tokens than these change nothing. Each prediction begins with as many, as if its start were certain."""
+"""More agreed tokens change nothing. Each prediction begins with as many, as if its start were certain."""
 _TRUST_LOST = 4
-"""By this the agreed tokens are divided at a difference: one is survived, two in a row are not."""
+"""The divisor of the agreed tokens at a difference: copies continue after one difference, not after two in a row."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """The place of a request's output in its prediction.
-
-    Attributes:
-        next: index of the predicted next token.
-        num_agreed: tokens before it that agreed, 0 if the place is unknown.
-        num_followed: output tokens that were compared.
-    """
+    """Where a request's output is in its prediction."""
 
     index: TokenIndex
-    next: int = 0
-    num_agreed: int = _MOST_AGREED
-    num_followed: int = 0
+    next: int = 0  # index of the predicted next token
+    num_agreed: int = _MOST_AGREED  # tokens before `next` that agreed; 0 if the place is unknown
+    num_followed: int = 0  # output tokens that were compared
 
     def follow(self, request: Request) -> None:
-        """Compare the new tokens of a request with its prediction, and look for the place if it is unknown."""
         predicted = request.predicted_token_ids
         for token in request.token_ids[request.prompt_length + self.num_followed :]:
             agrees = self.next < len(predicted) and predicted[self.next] == token
@@ -53,13 +45,13 @@ class _Place:
 
 
 class PredictionCopier:
-    """Continues each request by its prediction; requests without one are not its affair."""
+    """Continues requests by their predictions, if they have any."""
 
     def __init__(self) -> None:
         self._places: dict[str, _Place] = {}
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Index the predictions of some requests, up to `MAX_READ` tokens of them."""
+        """Index up to `MAX_READ` tokens of requests' predictions."""
         room = MAX_READ
         for request in requests:
             predicted = request.predicted_token_ids
@@ -74,7 +66,7 @@ class PredictionCopier:
             room -= len(tokens)
 
     def look_up(self, row: ProposeRow) -> Continuation:
-        """Return the predicted next tokens; they may be more than the row's limit, unless the request set it."""
+        """Return the predicted next tokens; they may exceed the row's limit, unless the request set it."""
         place = self._places.get(row.request.request_id)
         if place is None:
             return Continuation([])

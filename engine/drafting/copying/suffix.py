@@ -1,14 +1,12 @@
 """SuffixDrafter: proposes the most frequent continuation of matches in a request's text and in earlier outputs.
 
-SuffixDecoding (Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
-2411.04975): for each length of match, the draft follows the most frequent next token, as long as it is likely enough.
-The draft with the most expected accepted tokens is proposed. A token's probability is its share among the matches,
-times the recent acceptance rate of tokens after such matches.
+SuffixDecoding (Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications", 2411.04975):
+for each match length, the draft follows the most frequent next token while it is likely enough; the draft with the most
+expected accepted tokens is proposed. A token's probability is its share among the matches, times the recent acceptance
+rate after matches of that length.
 
-Outputs of earlier requests are searched only for requests with the same cache salt. Memory is bounded: the latest
-tokens of the most recently used salts are kept.
-
-Arctic Inference's implementation has no wheels for CPUs, and the memory of its trees has no bound.
+Earlier outputs serve only requests with the same cache salt. Memory is bounded: each recently used salt keeps its
+latest tokens. Arctic Inference's implementation has no CPU wheels, and its trees grow without bound.
 """
 
 from collections import OrderedDict, deque
@@ -22,18 +20,18 @@ from engine.protocols import ProposeRow, Request
 _MIN_PROB = 0.2
 """A draft ends before the first token that is less likely to be accepted."""
 _OUTPUTS_WINDOW = 2**16
-"""Tokens of earlier outputs per salt, the latest ones; each takes about 50 bytes."""
+"""How many of the latest tokens of earlier outputs are kept per salt; each takes about 50 bytes."""
 _MAX_SALTS = 16
 _MAX_WAITING = 256
-"""Outputs that have ended and are not indexed yet; more only wait while nothing is drafted."""
+"""How many ended outputs may wait to be indexed; more wait only while nothing is drafted."""
 _MAX_LENGTHS = 4
 """How many lengths of match are tried, longest first."""
 _SEPARATOR = -1
 """Stands between two outputs; no text has this token."""
 _PRIORS = (0.3, 0.5, 0.7, 0.85, 0.95)
-"""Acceptance rates of matches of 1 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 tokens or more, before any was observed."""
+"""Initial acceptance rates for matches of 1-3, 4-7, 8-15, 16-31, and 32 or more tokens."""
 _FADING = 0.002
-"""Share of a length's record that is forgotten when its match is not used, so that it is tried again after a while."""
+"""Share of a match length's record that is forgotten when such a match is not used, so that it is tried again later."""
 
 
 class SuffixDrafter(NgramDrafter):
@@ -49,10 +47,10 @@ class SuffixDrafter(NgramDrafter):
         self._ended: deque[tuple[bytes, list[int]]] = deque(maxlen=_MAX_WAITING)
         self._acceptance = Acceptance(_PRIORS)
         self._proposed: dict[str, tuple[Continuation, int]] = {}
-        """The last proposal for each request, and the number of tokens that the request had then."""
+        """The last proposal for each request, and how many tokens the request had then."""
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Index the new tokens of some requests and the outputs of those that have ended, up to `MAX_READ` of each."""
+        """Index up to `MAX_READ` new tokens of requests, and as many of ended requests' outputs."""
         self._read_ended(MAX_READ)
         super().read(requests)
 
@@ -95,7 +93,6 @@ class SuffixDrafter(NgramDrafter):
                 break
 
     def _best(self, index: TokenIndex, matches: Sequence[Match], limit: int) -> Continuation:
-        """Return the continuation with the most expected tokens among all match lengths."""
         best = Continuation([])
         lengths = list(dict.fromkeys(match.length for match in matches))[:_MAX_LENGTHS]
         for length in lengths:
@@ -111,7 +108,7 @@ class SuffixDrafter(NgramDrafter):
         return best
 
     def _follow(self, index: TokenIndex, ends: list[int], match_length: int, limit: int) -> Continuation:
-        """Follow the most frequent tokens after some matches, the latest among equals."""
+        """Follow the most frequent tokens after some matches; the latest wins among equals."""
         drafted: list[int] = []
         prob, num_expected = 1.0, 0.0
         while len(drafted) < limit:

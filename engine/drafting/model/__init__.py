@@ -1,6 +1,6 @@
 """How does a draft model draft?
 
-In reading order: `draft_model` (the argument of drafters), `translated` (one with another tokenizer), `draft_cache`
-(its keys and values), `feature_store` and `feature_cache` (the target's features, for a head), `next_tokens` (how
-likely each token is), `token_drawer` (drawing tokens pass by pass) and `chain_drafter`.
+In reading order: `draft_model` (what drafters take), `translated` (a draft with another tokenizer), `draft_cache` (its
+keys and values), `feature_store` and `feature_cache` (the target's features, for a head), `next_tokens` (how likely
+each token is), `token_drawer` (draws tokens pass by pass) and `chain_drafter`.
 """

@@ -40,7 +40,7 @@ class ModelDrafter:
 def complete_chains(
     drawer: TokenDrawer, cache: DraftCache, rows: Sequence[ProposeRow], chains: Sequence[Chain]
 ) -> None:
-    """Draw until every row's chain has `num_draft_tokens` tokens; at least one is missing in each."""
+    """Draw until every row's chain has `num_draft_tokens` tokens; each lacks at least one token."""
     requests = [row.request for row in rows]
     prefixes = [cache.prefixes[request.request_id] for request in requests]
     counts = [row.num_draft_tokens - len(chain.token_ids) for row, chain in zip(rows, chains, strict=True)]

@@ -1,10 +1,8 @@
 """DraftCache: a draft model's KV cache, and the prefix of each request that it holds.
 
-Each proposal brings the committed tokens. The cache keeps the longest common prefix of them and its own tokens, and the
-drafter computes the others. A rejected draft token, an unknown request and an evicted one are the same case.
-
-A cache with slots has one for each request. It stays as a pass of committed tokens alone has left it; what comes after
-is computed again for each proposal, in the pass of the last token.
+Each proposal brings the committed tokens. The cache keeps the common prefix of these and its own tokens, and the
+drafter computes the others. So rejected drafts, unknown requests and evictions are the same case. If a request has a
+slot, the slot advances with committed tokens only; later tokens are computed again for each proposal.
 """
 
 import itertools
@@ -23,32 +21,24 @@ from engine.execution.kv_tensors import KVTensors
 from engine.protocols import ProposeRow, Request, SlotRow
 
 MAX_TAIL = 8
-"""Rows that lag by at most this many tokens compute them in the pass of their last token."""
+"""The most tokens that a row can compute in the pass of its last token."""
 
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """The tokens of one request whose keys and values are cached, and the blocks that hold them.
-
-    Attributes:
-        num_committed: how many tokens were committed at the last comparison; these never change.
-        input_length: see `Request`; an input's tokens are cached together.
-        slot: stands for the first `num_in_slot` tokens, in a cache with slots; else 0.
-        scratch: whose entries lie behind the tokens: the request's last draft, or the context whose branches grow; None
-            once anything else is computed there.
-    """
+    """The tokens of one request whose keys and values are cached, and the blocks that hold them."""
 
     token_ids: list[int] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
-    num_committed: int = 0
-    input_length: int = 0
-    slot: int = 0
+    num_committed: int = 0  # tokens that were committed at the last comparison; they never change
+    input_length: int = 0  # see `Request`; an input's tokens are cached together
+    slot: int = 0  # stands for the first `num_in_slot` tokens; 0 in a cache without slots
     num_in_slot: int = 0
-    scratch: object = None
+    scratch: object = None  # the draft or branches whose entries lie behind the tokens; None if overwritten
 
 
 class Text(NamedTuple):
-    """A request's committed tokens and the draft tokens after them, which are not copied: texts can be long."""
+    """A request's committed tokens and draft tokens, held without a copy."""
 
     committed: Sequence[int]
     drafted: Sequence[int]
@@ -65,10 +55,10 @@ class Text(NamedTuple):
 
 
 class DraftCache:
-    """The draft's keys and values, with a block table per request; the least recently used requests are evicted."""
+    """The draft's keys and values, with a block table per request; least recently used requests are evicted."""
 
     def __init__(self, backend: Backend, config: EngineConfig, kv: KVTensors | None = None) -> None:
-        """Allocate the cache, unless there is one, `kv`, whose blocks others give to requests."""
+        """Allocate the cache, unless `kv` is a cache whose blocks others give to requests."""
         assert config.num_blocks is not None
         num_slots = 1 + (config.num_states or config.max_num_seqs)
         self.kv = kv or backend.allocate_kv(config.num_blocks + 1, config.block_size, num_slots)
@@ -77,9 +67,9 @@ class DraftCache:
         self.prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self.backend = backend
         self.forget: Callable[[str], None] = self.release
-        """Called with a request that makes room for others; frees its blocks."""
+        """Called with the request to evict; frees its blocks."""
         self.choose_victim: Callable[[Sequence[str]], str] = itemgetter(0)
-        """Chooses that request, of names whose least recently used is first."""
+        """Chooses the request to evict among names, the least recently used first."""
         self._chunk = config.max_num_batched_tokens
 
     def release(self, request_id: str) -> None:
@@ -92,11 +82,8 @@ class DraftCache:
     def make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
         """Cut a row's cached prefix to its common prefix with the text, and reserve blocks for its draft.
 
-        Return False if the text does not fit the context or the cache, or has a token that the draft does not know.
-
-        Args:
-            drafted: the draft tokens already drawn after the committed ones.
-            current: requests that must not be evicted.
+        Returns False if the text does not fit the context or the cache, or has a token that the draft does not know.
+        `drafted` are draft tokens already drawn; `current` requests are not evicted.
         """
         request, info = row.request, self.backend.info
         length = len(request.token_ids) + row.num_draft_tokens
@@ -125,7 +112,7 @@ class DraftCache:
         return bool(names)
 
     def reserve(self, prefix: CachedPrefix, length: int) -> bool:
-        """Give a prefix blocks for `length` tokens, and a slot; return False if there are not enough free ones."""
+        """Give a prefix blocks for `length` tokens, and a slot; return False if too few are free."""
         if self.kv.extras.num_slots and not prefix.slot:
             if not self._free_slots:
                 return False
@@ -147,10 +134,9 @@ class DraftCache:
     def catch_up(
         self, requests: Sequence[Request], drafted: Iterable[Sequence[int]] = itertools.repeat(())
     ) -> Generator[None, None, ForwardBatch]:
-        """Compute all but the last committed and `drafted` tokens of every request, yielding after every pass.
+        """Compute all but the last committed and `drafted` token of every request, yielding after every pass.
 
-        Returns:
-            The remaining pass: the last tokens, with a row of logits for each request. `hold` counts them as cached.
+        Returns the pass that remains, with a row of logits per request. `hold` counts its tokens as cached.
         """
         prefixes, texts = self._texts(requests, drafted)
         while self._compute_chunk(prefixes, texts):
@@ -164,7 +150,7 @@ class DraftCache:
             prefix.token_ids += text.slice(len(prefix.token_ids), text.length)
 
     def compute_chunk(self, requests: Sequence[Request]) -> bool:
-        """Compute one pass of what `catch_up` would compute; return False if there was nothing but its last pass."""
+        """Compute one pass of `catch_up`; return False if only its last pass was left."""
         return self._compute_chunk(*self._texts(requests, itertools.repeat(())))
 
     def _texts(
@@ -195,9 +181,9 @@ class DraftCache:
 
 
 def common_length(prefix: CachedPrefix, text: Text) -> int:
-    """Return how many of a prefix's tokens a text begins with; committed tokens are compared once.
+    """Return how many first tokens of a text a prefix holds; committed tokens are compared only once.
 
-    The text's last token never counts: its logits are needed, so it is always computed again.
+    The text's last token never counts: it is computed again for its logits.
     """
     length = min(len(prefix.token_ids), text.length - 1)
     first = min(prefix.num_committed, length)

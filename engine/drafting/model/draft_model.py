@@ -1,4 +1,4 @@
-"""DraftModel: a loaded draft model with everything that its drafter needs; the one argument of drafters."""
+"""DraftModel: a loaded draft model with everything that its drafter needs."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,23 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A loaded draft model.
-
-    Attributes:
-        token_limit: the target's vocabulary size, if it differs from the draft's: models of one family can pad their
-            vocabularies differently. Only ids that both models have are drafted.
-        grammars: None if no request may have a grammar.
-        run_ahead: the worker calls `advance` between two proposals, so that drafting continues meanwhile.
-        features: the target's features as they arrive, for a head; None for a model of its own.
-        cache: of all drafters of this model; None if each makes its own.
-    """
+    """A loaded draft model."""
 
     backend: "Backend"
-    token_limit: int | None = None
-    grammars: "Grammars | None" = None
-    run_ahead: bool = False
-    features: "FeatureStore | None" = None
-    cache: "DraftCache | None" = None
+    token_limit: int | None = None  # the target's vocabulary size, which models of one family may pad differently
+    grammars: "Grammars | None" = None  # None if no request may have a grammar
+    run_ahead: bool = False  # the worker calls `advance` between two proposals
+    features: "FeatureStore | None" = None  # the target's, as they arrive, for a head
+    cache: "DraftCache | None" = None  # shared by all drafters of this model; None if each makes its own
 
     @property
     def vocab_size(self) -> int:

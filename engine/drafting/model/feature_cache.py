@@ -1,8 +1,7 @@
 """FeatureCache: the cache of a head on a draft worker, with the target's features that the head reads.
 
-The state of a committed token is the target's feature, that of a draft token the head's own guess (see `Head`). So what
-a draft has computed of places whose features had not arrived does not count: it is computed again, once the tokens
-there are committed and their features are here.
+A committed token's state is the target's feature, a draft token's the head's own guess (see `Head`). Places that were
+computed before their features arrived are computed again, once their tokens are committed and the features are here.
 """
 
 from collections.abc import Container, Sequence
@@ -18,7 +17,7 @@ from engine.protocols import ProposeRow
 
 
 def make_cache(draft: DraftModel, config: EngineConfig) -> DraftCache:
-    """Return the cache that a draft model shares with other drafters, or a new one of the model or head."""
+    """Return the cache that a draft model shares with other drafters, or a new cache for the model or head."""
     if draft.cache is not None:
         return draft.cache
     if draft.features is None:
@@ -27,20 +26,20 @@ def make_cache(draft: DraftModel, config: EngineConfig) -> DraftCache:
 
 
 class FeatureCache(DraftCache):
-    """A draft cache whose rows have room only if the features of all tokens before the last one have arrived."""
+    """A draft cache whose rows have room only once the features of all tokens before the last have arrived."""
 
     def __init__(self, backend: Backend, config: EngineConfig, features: FeatureStore) -> None:
         super().__init__(backend, config)
         self._features = features
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks, and forget its features: what the blocks held must be sent again."""
+        """Free a request's blocks and forget its features, which must be sent again."""
         super().release(request_id)
         self._features.forget(request_id)
 
     @torch.inference_mode()
     def make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
-        """As `DraftCache.make_room`; also put the features of a row's context into its blocks, or return False."""
+        """Extend `DraftCache.make_room` by writing the features of a row's context to its blocks; False if any lack."""
         request_id, num_features = row.request.request_id, len(row.request.token_ids) - 1
         states = self.kv.states
         assert states is not None
@@ -57,4 +56,4 @@ class FeatureCache(DraftCache):
             blocks = self.prefixes[request_id].block_ids
             slots = [self.kv.slot(blocks, place) for place in range(start, start + len(new))]
             states.flatten(0, 1)[torch.tensor(slots, device=states.device)] = new.to(states.device, states.dtype)
-        return self._features.num_taken(request_id) == num_features  # else it was forgotten meanwhile
+        return self._features.num_taken(request_id) == num_features  # not if it was forgotten meanwhile

@@ -1,7 +1,7 @@
-"""FeatureStore: the target's features on their way from a receiving thread to the cache of a draft worker's head.
+"""FeatureStore: the target's features between the receiving thread and the cache of a draft worker's head.
 
-A feature belongs to a committed token, so it never changes: rows may come late, repeated or in pieces, and what is held
-of a request is always a prefix of its features.
+Features belong to committed tokens and never change, so rows may come late, repeated or in pieces; the rows held are
+always a prefix of the request's features.
 """
 
 import threading
@@ -9,14 +9,14 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 PATIENCE_S = 0.1
-"""How long a draft waits for the features of the last round, which were sent when the verdict was."""
+"""How long a draft waits for the last round's features, which are sent when the verdict is."""
 _MAX_BYTES = 2**30
-"""Rows that wait for their request's next draft; beyond it, those of the longest silent request are forgotten."""
+"""Limit on all rows that wait for a draft; beyond it, the request that was silent longest loses its rows."""
 
 
 @dataclass(slots=True)
 class _Features:
-    """Of one request: how many features are held and taken, the rows between, and how many the target has."""
+    """One request's features: how many are held and taken, the rows between, and how many the target has."""
 
     num_held: int = 0
     num_taken: int = 0
@@ -25,11 +25,9 @@ class _Features:
 
 
 class FeatureStore:
-    """Rows by request, until the drafter takes them; used by the receiving and by the drafting thread.
+    """Rows by request, until the drafter takes them; for one receiving and one drafting thread.
 
-    Attributes:
-        dtype: torch's name of the rows' number format, once any have come.
-        counts: since the start; `bytes` received, `waited` and `missing` drafts, the latter left empty.
+    dtype: torch's name of the rows' format; counts: `bytes` received, `waited` and `missing` (empty) drafts.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -41,10 +39,10 @@ class FeatureStore:
         self._num_bytes = 0
         self._arrived = threading.Condition()
         self._is_silent = True
-        """Nothing has come since the start or since a wait in vain; then no draft waits."""
+        """Nothing has come since the start, or since a wait in vain; then no draft waits."""
 
     def put(self, request_id: str, offset: int, end: int, rows: memoryview, *, dtype: str, row_bytes: int) -> bool:
-        """Keep rows from `offset` on of a request with `end` features; return False if the rows before are missing."""
+        """Keep a request's rows from `offset` on, of `end` in all; return False if the rows before are missing."""
         with self._arrived:
             self.dtype, self._row_bytes, self._is_silent = dtype, row_bytes, False
             features = self._features.setdefault(request_id, _Features())
@@ -62,10 +60,7 @@ class FeatureStore:
             return has_those_before
 
     def wait(self, request_id: str, count: int) -> bool:
-        """Return whether a request's first `count` features are held; wait for them if they are on their way.
-
-        They are not, if the last rows said that more of them are to be sent before.
-        """
+        """Return whether a request's first `count` features are held, after waiting for rows that are on their way."""
 
         def is_decided() -> bool:
             features = self._features.get(request_id, _Features())
@@ -85,7 +80,7 @@ class FeatureStore:
             return self._features.get(request_id, _Features()).num_taken
 
     def take(self, request_id: str, count: int) -> tuple[int, bytearray]:
-        """Hand over rows for the cache, up to the first `count` features; return the index of the first, and them."""
+        """Hand over the untaken rows of the first `count` features; return the first row's index and the rows."""
         with self._arrived:
             features = self._features.get(request_id, _Features())
             start, size = features.num_taken, max(count - features.num_taken, 0) * self._row_bytes

@@ -19,7 +19,7 @@ _LARGEST_SURPRISE = 5.0
 
 
 class NextTokens(NamedTuple):
-    """The likeliest next tokens at one position, best first, and their scores; all are possible."""
+    """The likeliest possible next tokens at one position, best first, with their scores."""
 
     token_ids: list[int]
     scores: list[float]
@@ -27,15 +27,10 @@ class NextTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Scores of the possible next tokens: the higher a token's score, the likelier it is committed.
+    """Scores of the possible next tokens: the higher a token's score, the likelier it is committed."""
 
-    Attributes:
-        scores: [n, m].
-        token_ids: [n, m] the tokens that the scores belong to; None where column i is token i.
-    """
-
-    scores: Tensor
-    token_ids: Tensor | None = None
+    scores: Tensor  # [n, m]
+    token_ids: Tensor | None = None  # [n, m] the scored tokens; None if column i is token i
 
     def top(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the highest scores of each row and their tokens, [n, count] each, best first."""
@@ -43,10 +38,7 @@ class Ranking:
         return scores, ids if self.token_ids is None else self.token_ids.gather(-1, ids)
 
     def next_tokens(self) -> list[NextTokens]:
-        """Return the likeliest possible tokens of each row, at most `NUM_CANDIDATES`; this waits for the device.
-
-        A row that is not a number, which has its largest scores first, has none.
-        """
+        """Return up to `NUM_CANDIDATES` possible tokens of each row; waits for the device; none for a row with NaN."""
         scores, ids = (tensor.tolist() for tensor in self.top(NUM_CANDIDATES))
         counts = [next((i for i, score in enumerate(row) if not math.isfinite(score)), len(row)) for row in scores]
         return [NextTokens(tokens[:n], row[:n]) for tokens, row, n in zip(ids, scores, counts, strict=True)]
@@ -57,7 +49,7 @@ RankedRow = tuple[Ranking, int]
 
 
 def joined(rows: Sequence[RankedRow]) -> Ranking:
-    """Return one ranking of these rows, in their order; all must agree on having `token_ids`."""
+    """Return one ranking of these rows, in order; either all or none have `token_ids`."""
     groups: dict[int, list[int]] = {}
     for place, (ranking, _) in enumerate(rows):
         groups.setdefault(id(ranking), []).append(place)
@@ -73,7 +65,7 @@ def joined(rows: Sequence[RankedRow]) -> Ranking:
 class Confidence:
     """How reliable the draft's scores are: P(token) ~ exp(sharpness * score), with a learned sharpness.
 
-    Greedy and sampled requests have one each: noise lets unlikely tokens win, where draft and target differ more.
+    Greedy and sampled requests have separate values: noise lets unlikely tokens win, where models differ more.
     """
 
     def __init__(self) -> None:
@@ -85,10 +77,7 @@ class Confidence:
         return [math.exp(sharpness * (score - scores[0])) for score in scores]
 
     def learn(self, request: Request, next_tokens: NextTokens, committed: int) -> None:
-        """Learn which token was committed, by a step up the gradient of its log probability.
-
-        A token that is not listed counts as the last one.
-        """
+        """Step up the gradient of the committed token's log probability; an unlisted token counts as the last."""
         ids, scores = next_tokens
         if not ids:
             return

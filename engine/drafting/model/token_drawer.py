@@ -25,24 +25,18 @@ from engine.sampling.row_shaping import row_shaping
 from engine.verification.rule import rule_of
 
 TOP_M = 32
-"""For rules that need draft rows, tokens are sampled from the m likeliest only, so that a sparse row can travel."""
+"""Rules with draft rows sample from the m likeliest tokens only, so that a sparse row can travel."""
 Paths = Callable[[], list[list[list[int]]]]
 """Returns, per request and row, the draft tokens before the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The tokens that one forward pass drew, still on the device.
+    """The tokens that one forward pass drew, still on the device."""
 
-    Attributes:
-        tokens: [n].
-        top: [n, m] ids and [n, m] probabilities that the tokens were sampled from; for rules that need draft rows.
-        ranking: one row per token: the tokens that may be committed in its place; for running ahead.
-    """
-
-    tokens: Tensor
-    top: tuple[Tensor, Tensor] | None = None
-    ranking: Ranking | None = None
+    tokens: Tensor  # [n]
+    top: tuple[Tensor, Tensor] | None = None  # [n, m] ids and probabilities of the draw, for rules with draft rows
+    ranking: Ranking | None = None  # tokens that may be committed instead, for run-ahead
 
 
 @dataclass(slots=True)
@@ -85,11 +79,7 @@ def likeliest(shaped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class TokenDrawer:
-    """Draws draft tokens from a model in this process.
-
-    Attributes:
-        draws_chains: all passes of a chain may be launched at once, if the backend can.
-    """
+    """Draws draft tokens; `draws_chains` says that all passes of a chain may be launched at once."""
 
     draws_chains = True
 
@@ -121,7 +111,6 @@ class TokenDrawer:
 
     @property
     def _num_kept(self) -> int:
-        """How many possible tokens of each draw are kept."""
         return min(self._num_ranked or 0, self._backend.info.vocab_size)
 
     def release(self, request_id: str) -> None:
@@ -144,9 +133,8 @@ class TokenDrawer:
     ) -> None:
         """Append `counts[i]` tokens to chain i.
 
-        Args:
-            batch: the pass that computes the missing tokens up to the end of the chains, a row of logits for each.
-            tables: the requests' block tables, with room for the new tokens.
+        `batch` computes the tokens up to the ends of the chains that are not cached, with a row of logits per chain.
+        `tables` are the requests' block tables, with room for the new tokens.
         """
         heads = [len(chain.token_ids) for chain in chains]
         lengths = [len(request.token_ids) + head for request, head in zip(requests, heads, strict=True)]
@@ -179,16 +167,16 @@ class TokenDrawer:
         chains: Sequence[Chain],
         depth: int,
     ) -> list[Drawn]:
-        """Launch all passes at once; return nothing if rule, parameters or backend need them one by one."""
+        """Launch all passes at once; return an empty list if rule, parameters or backend do not allow it."""
         if len(first.paged.groups) > 1:
             return []
         heads, info, shaping = [chain.token_ids for chain in chains], self._backend.info, None
         params = [request.params for request in requests]
-        if any(needs_shaping(one) for one in params):
+        if any(needs_shaping(sampling) for sampling in params):
             shaping = row_shaping(requests, heads, info.eos_token_ids, info.vocab_size)
             if shaping is None:
                 return []
-            params = [SamplingParams(temperature=one.temperature, seed=one.seed) for one in params]
+            params = [SamplingParams(temperature=raw.temperature, seed=raw.seed) for raw in params]
         lengths = [len(request.token_ids) + len(head) for request, head in zip(requests, heads, strict=True)]
         draws = plan_draws(params, lengths, self._kv.input_device, depth)
         first.paged.groups[0].blocks = block_tensor(tables, self._kv.input_device)
@@ -201,11 +189,7 @@ class TokenDrawer:
     def plan(
         self, requests: Sequence[Request], depths: Sequence[Sequence[int]], steps: int = 1
     ) -> Sequence[Draws | None]:
-        """Return each step's draws, for passes that draw tokens themselves; None if parameters or rule need logits.
-
-        Args:
-            depths: per request, the depths of its rows in the first step.
-        """
+        """Return each step's draws, or None if they need logits; depths: per request, of its rows in the first step."""
         if self._needs_logits or any(needs_shaping(request.params) for request in requests):
             return [None] * steps
         rows = [(request, depth) for request, row in zip(requests, depths, strict=True) for depth in row]
@@ -228,7 +212,7 @@ class TokenDrawer:
         return Drawn(output.tokens, None, self._ranking(output.scores))
 
     def _ranking(self, scores: Tensor) -> Ranking | None:
-        """Rank possible tokens by scores [n, vocab]; the token that is committed is likely to have the highest."""
+        """Rank possible tokens by scores [n, vocab]; the token that will be committed is likely to have the highest."""
         if not self._ranks:
             return None
         ranking = Ranking(self.in_target_ids(scores))
@@ -242,12 +226,10 @@ class TokenDrawer:
     def runs(
         self, requests: Sequence[Request], depths: Sequence[list[int]], paths: Paths, tips: Sequence[Sequence[int]] = ()
     ) -> list[Run]:
-        """Return a run per request.
+        """Return a run per request, with rows of these depths.
 
-        Args:
-            depths: per request, the depths of its rows.
-            paths: called after waiting for the device, and only if parameters depend on them.
-            tips: per request and row, the committed length when the row is drawn; empty if that is the next round.
+        `paths` is called only if parameters depend on paths, after waiting for the device. `tips`: per request and row,
+        the committed length when the row is drawn; empty if that is the next round.
         """
         known_paths: Sequence[Sequence[list[int]]] = [()] * len(requests)
         if any(request.params.depends_on_path for request in requests):

@@ -1,11 +1,9 @@
 """TranslatedBackend: a draft model with another tokenizer, as if it had the target's tokens.
 
 Token-level intersection (TLI) of Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding
-Algorithms for Heterogeneous Vocabularies" (2502.05202), Algorithm 4: only tokens that both have are drafted. Logits get
-the target's order before anything is drawn, so drafts share the target's noise, and the rows of a draft are the
-distributions over the target's ids that its tokens were sampled from: every rule verifies them as any others.
-
-A target token that the draft lacks is read as the last piece of its text, one token for one, so that positions stay.
+Algorithms for Heterogeneous Vocabularies" (2502.05202), Algorithm 4: only shared tokens are drafted. Logits get the
+target's order before a draw: drafts share the target's noise, and draft rows are over its ids, so every rule applies. A
+target token that the draft lacks is read as its text's last piece, one token for one.
 """
 
 import logging
@@ -23,15 +21,11 @@ from engine.sampling import noise
 logger = logging.getLogger(__name__)
 
 _NEVER = -1e30
-"""Logit of tokens that the draft lacks: of probability 0, but finite, because a grammar may allow no other tokens."""
+"""Logit of tokens that the draft lacks: probability 0, but finite, because a grammar may allow no other tokens."""
 
 
 def translated(backend: Backend, target: ModelSource, draft: ModelSource, shared: dict[int, int] | None) -> Backend:
-    """Return a draft's backend that reads and gives the target's token ids; the same one if the ids are the same.
-
-    Args:
-        shared: the result of `shared_tokens`.
-    """
+    """Return a draft's backend in the target's token ids, given `shared_tokens`; unchanged if the ids are the same."""
     if shared is None:
         return backend
     logger.info("the draft's tokenizer is another one: it can draft %d of the target's tokens", len(shared))
@@ -47,20 +41,17 @@ def translated(backend: Backend, target: ModelSource, draft: ModelSource, shared
 
 
 class TranslatedBackend:
-    """Runs a draft's passes with the target's token ids, each by itself, because tokens are translated in between.
+    """Runs a draft's passes with the target's token ids, pass by pass, because tokens are translated in between.
 
-    Args:
-        reads: [target's vocab] the draft's token for each of the target's.
-        shared: [n] the target's tokens that may be drafted.
+    reads: [target's vocab] the draft's token for each target token; shared: [n] target tokens that may be drafted.
     """
 
     def __init__(self, backend: Backend, info: Any, reads: Tensor, shared: Tensor) -> None:
         self.info = info
         self._backend = backend
-        self._reads, self._shared, self._sources = (one.to(backend.device) for one in (reads, shared, reads[shared]))
+        self._reads, self._shared, self._sources = (ids.to(backend.device) for ids in (reads, shared, reads[shared]))
 
     def __getattr__(self, name: str) -> Any:
-        """Return whatever does not depend on token ids."""
         return getattr(self._backend, name)
 
     def plan_chains(self, num_steps: int, num_ranked: int) -> bool:

@@ -1,10 +1,10 @@
 """Mixture-of-experts layers: every token's experts by two grouped products, whose bits do not depend on the batch.
 
-transformers calls `compute_experts` in the experts module of every family, if `group_experts` has chosen it. Pairs of a
-token and one of its experts are sorted by expert, without the host. A token's results are added in float32, in order of
-its experts. A rank of a tensor-parallel model holds a slice of every expert, or whole ones where these do not divide;
-its results are summed with those of the other ranks behind the layer. gpt-oss' experts stay as they are saved, in
-mxfp4: two 4-bit floats in a byte, and a power of two for each group of 32.
+transformers calls `compute_experts` in every family's experts module, if `group_experts` has chosen it. Pairs of a
+token and an expert are sorted by expert, on the device. A token's results are added in float32, in order of its
+experts. A tensor-parallel rank holds a slice of every expert, or some whole experts if sizes do not divide; results are
+summed behind the layer. gpt-oss' experts stay as saved, in mxfp4: two 4-bit floats a byte, and a power of two for each
+group of 32.
 """
 
 from typing import Any
@@ -28,22 +28,20 @@ def experts_of(module: nn.Module) -> list[Any]:
 
 
 def group_experts(module: nn.Module) -> None:
-    """Let `compute_experts` compute a model's experts, and those of a head that is wrapped with it."""
+    """Let `compute_experts` compute a model's experts, including its head's."""
     for experts in experts_of(module):
         experts.config._experts_implementation = EXPERTS_NAME
 
 
 def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of every token's experts, [tokens, hidden]; a rank's part of it in float32.
+    """Return the weighted sum of every token's experts, [tokens, hidden]; a rank's summand is float32.
 
-    Args:
-        module: transformers' experts, with the weights of all experts in one tensor.
-        index, weights: [tokens, top_k] each token's experts and the factors of their results.
+    module: transformers' experts; index, weights: [tokens, top_k] each token's experts and factors.
     """
     index, places = index.sort(-1)
     weights = weights.gather(1, places)
     is_partial = hasattr(module, "own_experts")
-    if is_partial and len(own := module.own_experts) < module.total_experts:  # others count as the first one, times 0
+    if is_partial and len(own := module.own_experts) < module.total_experts:  # others: the first expert, times 0
         is_own = (index >= own.start) & (index < own.stop)
         index, weights = torch.where(is_own, index - own.start, 0), weights * is_own
     order, ends = torch.ops.paceline.sort_by_expert(index, module.num_experts)
@@ -72,16 +70,9 @@ ExpertsInterface.register(EXPERTS_NAME, compute_experts)
 
 
 def slice_experts(module: Any, name: str, reducer: Reducer, *, is_transposed: bool, is_packed: bool) -> None:
-    """Leave room in a module on the meta device for one rank's slice of every expert, or for some whole ones.
+    """Leave room in a module on the meta device for a rank's slice of every expert, or for some whole experts.
 
-    A bias of the results is left to the first rank.
-
-    Args:
-        is_transposed: whether weights are [experts, in, out].
-        is_packed: whether they will be packed; a slice has whole groups.
-
-    Raises:
-        ModelError: neither the experts nor their number can be divided.
+    is_transposed: weights are [experts, in, out]; is_packed: a slice has whole groups. Only the first rank adds a bias.
     """
     rank, count = reducer.rank, reducer.world_size
     inner = 1 if is_transposed else 2
@@ -98,28 +89,24 @@ def slice_experts(module: Any, name: str, reducer: Reducer, *, is_transposed: bo
         shape = [*parameter.shape]
         if axis is not None:
             shape[axis] //= count
-        part = nn.Parameter(parameter.new_empty(shape))
+        room = nn.Parameter(parameter.new_empty(shape))
         if is_sliced and parameter_name.startswith("gate_up") and getattr(module, "is_concatenated", True):
-            part.packed_axis = axis  # type: ignore[attr-defined]
-        setattr(module, parameter_name, part)
+            room.packed_axis = axis  # type: ignore[attr-defined]
+        setattr(module, parameter_name, room)
     if is_sliced and rank:
         module.down_proj_bias = None
     module.total_experts = num_experts
-    own = num_experts if is_sliced else num_experts // count
-    module.own_experts = range(num_experts) if is_sliced else range(rank * own, (rank + 1) * own)
+    num_own = num_experts if is_sliced else num_experts // count
+    module.own_experts = range(num_experts) if is_sliced else range(rank * num_own, (rank + 1) * num_own)
     if is_grouped:
-        module.num_experts = own
+        module.num_experts = num_own
     if hasattr(module, "identity_expert"):  # added by the first rank
         del module.identity_expert
         module.identity_expert = torch.zeros_like if rank else torch.clone
 
 
 def pack_experts(module: nn.Module) -> None:
-    """Leave room in gpt-oss on the meta device for its experts' weights as they are saved.
-
-    Raises:
-        ModelError: it has no experts of that kind.
-    """
+    """Leave room in gpt-oss on the meta device for experts' weights as saved; raise ModelError for other models."""
     packed = [child for child in experts_of(module) if child.is_transposed and child.has_bias]
     if not packed:
         raise ModelError(f"mxfp4 is served in gpt-oss, not in {type(module).__name__}")
@@ -128,8 +115,8 @@ def pack_experts(module: nn.Module) -> None:
             count, inputs, outputs = getattr(experts, name).shape
             delattr(experts, name)
             size = (count, outputs, inputs // _GROUP_SIZE)
-            for part, shape in (("blocks", (*size, _GROUP_SIZE // 2)), ("scales", size)):
-                experts.register_buffer(f"{name}_{part}", torch.empty(shape, dtype=torch.uint8, device="meta"))
+            for suffix, shape in (("blocks", (*size, _GROUP_SIZE // 2)), ("scales", size)):
+                experts.register_buffer(f"{name}_{suffix}", torch.empty(shape, dtype=torch.uint8, device="meta"))
     group_experts(module)
 
 
@@ -143,7 +130,7 @@ def unpack(packed: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("paceline::sort_by_expert", mutates_args=())
 def _sort_by_expert(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs of `index` in order of experts, and the end of every expert's pairs in it."""
+    """Return the pairs of `index` in order of experts, and the end of each expert's pairs."""
     experts, order = index.flatten().sort(stable=True)
     return order, torch.searchsorted(experts, torch.arange(num_experts, device=index.device), right=True)
 
@@ -158,13 +145,13 @@ def grouped_linear(
     rows: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
     scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return [pairs, out]: each pair's row times its expert's weight, in torch's operators.
+    """Return [pairs, out]: each pair's row times its expert's weight, by torch's operators.
 
     Args:
-        rows: [pairs, in]; or [tokens, in], whose pairs follow each other.
-        order, ends: see `sort_by_expert`.
-        weight: [experts, out, in], with any strides; or, with scales, packed numbers [experts, out, in / 2].
-        bias: [experts, out], or None.
+        rows: [pairs, in], or [tokens, in] with each token's pairs in a row.
+        order, ends: see `_sort_by_expert`.
+        weight: [experts, out, in] of any strides, or packed [experts, out, in / 2] with `scales`.
+        bias: [experts, out].
         scales: [experts, out, in / 32] exponents.
     """
     output = rows.new_empty(len(order), weight.shape[1], dtype=dtype)

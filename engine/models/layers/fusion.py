@@ -1,11 +1,8 @@
 """Fused projections: q/k/v and gate/up of each layer as one matrix product.
 
-transformers calls the projections one after the other on the same input. The first computes all of them and stores the
-results on the input tensor, where the other layers read them. Unfused layers cost 5-15 % of decoding, and a compiler
-cannot fuse them, because it cannot concatenate parameters.
-
-Layers store no results in themselves, so threads can share a module; results are freed with the input. A layer whose
-input has no results computes the product itself.
+transformers calls the projections in turn on the same input. The first computes all and stores them on the input
+tensor, where the others read them; threads can therefore share a module. Unfused layers cost 5-15 % of decoding, and a
+compiler cannot fuse them, because it cannot concatenate parameters.
 """
 
 from typing import Any
@@ -47,7 +44,7 @@ class FusedSibling(nn.Module):
         self._index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this projection of `x`: the one stored on `x`, or a new one if another group has stored over it."""
+        """Return this projection of `x`, as stored on `x`, or computed anew if another group has stored over it."""
         (first,) = self._first
         layer, projections = getattr(x, "fused", (None, ()))
         return projections[self._index] if layer is first else first.project(x)[self._index]

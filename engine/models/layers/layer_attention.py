@@ -1,7 +1,4 @@
-"""The attention parameters of a model's layers, and the attention function that transformers calls.
-
-The function's name is not in transformers' mask registry, so that transformers builds no mask itself.
-"""
+"""The attention parameters of a model's layers, and the attention function that transformers calls without a mask."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -19,24 +16,17 @@ _SUPPORTED = {
 
 
 class KVShape(NamedTuple):
-    """The size of a KV cache per token: layers, key/value heads, and the sizes of keys and values.
+    """The size of a KV cache per token."""
 
-    Values of size 0 are not stored: they are the keys themselves, as in latent attention.
-
-    Attributes:
-        layers: those with keys and values of their own.
-        each: heads and sizes of every layer, if they differ; the others are then those of the largest layer.
-    """
-
-    layers: int
+    layers: int  # only layers with their own keys and values
     kv_heads: int
     key_dim: int
-    value_dim: int
-    each: tuple[tuple[int, int, int], ...] = ()
+    value_dim: int  # 0 if the keys serve as values, as in latent attention
+    each: tuple[tuple[int, int, int], ...] = ()  # by layer, if they differ; above are then the largest layer's
 
     @property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Heads and sizes of every layer."""
+        """Heads, key size and value size of every layer."""
         return self.each or (self[1:4],) * self.layers
 
     @property
@@ -48,30 +38,21 @@ class KVShape(NamedTuple):
 class AttentionParams(NamedTuple):
     """How a layer attends.
 
-    Attributes:
-        window: length of a sliding window; None for full attention.
-        scaling: factor of the dot products; None for 1 / sqrt(head_dim).
-        softcap: bound on the scores, `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
-        sinks: [heads] an extra score per head, without a value (gpt-oss; Xiao et al., arXiv:2309.17453).
-        masking: returns the additive mask [rows, heads or 1, length or 1, context], given a group, the queries and the
-            block size, in place of the group's own.
-        first: places before it are not attended to; a token at one of them attends to itself.
-        sees_row: every token attends to all places up to the end of its row, not only up to its own.
-        chunk: a token attends to those positions only that are in its own chunk of so many.
-        temperature: (length, strength): queries are multiplied by `1 + strength * log(1 + (position + 1) // length)`.
-        is_shared: the layer's keys and values are in the cache already.
+    `masking` returns the additive mask [rows, heads or 1, length or 1, context], given a group, the queries and the
+    block size, in place of the group's own mask.
+    With `temperature` (length, strength), queries are multiplied by `1 + strength * log(1 + (position + 1) // length)`.
     """
 
-    window: int | None = None
-    scaling: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    window: int | None = None  # length of a sliding window; None for full attention
+    scaling: float | None = None  # factor of the dot products; None for 1 / sqrt(head_dim)
+    softcap: float | None = None  # bounds a score as `softcap * tanh(score / softcap)` (arXiv:2408.00118, section 2)
+    sinks: Tensor | None = None  # [heads] an extra score per head, without a value (arXiv:2309.17453)
     masking: Callable[[Any, Tensor, int], Tensor] | None = None
-    first: int = 0
-    sees_row: bool = False
-    chunk: int | None = None
+    first: int = 0  # earlier places are attended to by their own tokens only
+    sees_row: bool = False  # every token attends to its whole row, also to later places
+    chunk: int | None = None  # a token attends only within its own chunk of so many positions
     temperature: tuple[float, float] | None = None
-    is_shared: bool = False
+    is_shared: bool = False  # the layer's keys and values are in the cache already
 
     @property
     def is_plain(self) -> bool:
@@ -80,39 +61,30 @@ class AttentionParams(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """The access of attention functions and heads to the cache in one forward pass; backends implement it.
+    """Access of attention functions and heads to the cache in one forward pass; backends implement it.
 
-    Attributes:
-        taps: the outputs of tapped layers, [1, tokens, width] each, by the number of layers before them.
+    taps: outputs of tapped layers, [1, tokens, width] each, by the number of layers before the tap.
     """
 
     taps: dict[int, Tensor]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """Write a layer's new keys and values to their slots, then attend.
+        """Write a layer's new keys and values to their slots, then attend; returns [tokens, heads, value_dim].
 
-        Args:
-            query: [heads, tokens, key_dim].
-            key, value: [kv_heads, tokens, key_dim or value_dim].
-
-        Returns:
-            [tokens, heads, value_dim].
+        query: [heads, tokens, key_dim]; key, value: [kv_heads, tokens, key_dim or value_dim].
         """
         ...
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write a layer's new keys and values to their slots, and do not attend; shapes as in `attend`."""
+        """Write a layer's new keys and values to their slots, without attending; shapes as in `attend`."""
         ...
 
     def read_states(self, *, of_parents: bool) -> Tensor:
-        """Return the state of each token or of the token before it, [tokens, state_size].
-
-        The token before a draft's node is its parent. What a context's first token gets is finite and means nothing.
-        """
+        """Return the tokens' or their parents' states, [tokens, state_size]; a first token gets an arbitrary state."""
         ...
 
     def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
-        """Write states [n, state_size] of the tokens with these indices in the pass; None: of all, -1: of none."""
+        """Write states [n, state_size] of the pass's tokens with these indices; None: all tokens, -1: skipped."""
         ...
 
 
@@ -125,18 +97,10 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write keys and values to their slots, then attend; transformers calls this in every layer.
+    """Write keys and values to their slots, then attend; raise ModelError if the layer needs an unsupported feature.
 
-    Args:
-        query: [1, heads, tokens, key_dim].
-        key, value: [1, kv_heads, tokens, key_dim or value_dim].
-        kwargs: `masking` is that of `AttentionParams`.
-
-    Returns:
-        [1, tokens, heads, value_dim], and None for the attention weights.
-
-    Raises:
-        ModelError: the layer needs an attention feature that is not supported.
+    transformers calls this in every layer. query: [1, heads, tokens, key_dim]; key, value: [1, kv_heads, tokens, dim];
+    `masking` in kwargs: see `AttentionParams`. Returns [1, tokens, heads, value_dim], and None for the weights.
     """
     unsupported = sorted(name for name in kwargs.keys() - _SUPPORTED if kwargs[name] is not None)
     if unsupported or attention_mask is not None or kwargs.get("dropout"):

@@ -1,7 +1,6 @@
 """The state of a linear layer: its size, how a token changes it, and what a family's recurrence computes.
 
-Every family's state changes by `state' = decay * state + left (x) right`. So a cache can keep the updates of draft
-tokens, and apply those that were accepted later, whatever the family.
+In every family `state' = decay * state + left (x) right`, so a cache can keep draft tokens' updates for later.
 """
 
 from collections.abc import Sequence
@@ -11,52 +10,36 @@ from torch import Tensor
 
 
 class StateShape(NamedTuple):
-    """The size of what one linear layer keeps of a context.
+    """The size of what one linear layer keeps of a context."""
 
-    Attributes:
-        channels: of its convolution; 0 without one.
-        taps: the inputs that the convolution keeps, one less than its kernel has.
-        heads: its matrices, [rows, columns] each; 0 for a short convolution.
-        groups: the distinct right vectors of an update; each serves `heads / groups` heads in a row.
-        decays: factors per head of an update: 1, or one per row.
-    """
-
-    channels: int
-    taps: int
-    heads: int = 0
+    channels: int  # of the convolution; 0 without a convolution
+    taps: int  # inputs that the convolution keeps, one less than its kernel
+    heads: int = 0  # matrices [rows, columns]; 0 for a short convolution
     rows: int = 0
     columns: int = 0
-    groups: int = 0
-    decays: int = 1
+    groups: int = 0  # distinct right vectors, each for `heads / groups` consecutive heads
+    decays: int = 1  # factors per head: 1, or as many as rows
 
     def num_bytes(self, depth: int, itemsize: int) -> int:
-        """Return the bytes of a slot that keeps `depth` updates, if the convolution's inputs take `itemsize` each."""
+        """Return the bytes of a slot that keeps `depth` updates; the convolution's inputs take `itemsize` each."""
         update = self.heads * (self.decays + self.rows) + self.groups * self.columns
         matrices = self.heads * self.rows * self.columns + depth * update
         return 4 * matrices + itemsize * self.channels * (self.taps + depth)
 
 
 class Update(NamedTuple):
-    """What one token of n contexts does to their states.
+    """What one token does to the states of n contexts, in float32."""
 
-    Attributes:
-        decay: [n, heads, decays] float32.
-        left: [n, heads, rows] float32.
-        right: [n, groups, columns] float32.
-    """
-
-    decay: Tensor
-    left: Tensor
-    right: Tensor
+    decay: Tensor  # [n, heads, decays]
+    left: Tensor  # [n, heads, rows]
+    right: Tensor  # [n, groups, columns]
 
 
 class LayerStates:
     """The slots of one layer.
 
-    Attributes:
-        inputs: [slots, taps + depth, channels] the convolution's inputs: the last committed ones, then the draft's.
-        matrices: [slots, heads, rows, columns] float32, after the last committed token.
-        updates: of the draft tokens, [slots, depth, ...] each.
+    inputs: [slots, taps + depth, channels] of the convolution, committed, then the draft's; matrices: [slots, heads,
+    rows, columns] float32, after the last committed token; updates: [slots, depth, ...] each, by draft tokens.
     """
 
     def __init__(self, shape: StateShape, num_slots: int, depth: int, like: Tensor) -> None:
@@ -73,14 +56,10 @@ class LayerStates:
 
 
 class Recurrence(Protocol):
-    """How a family's linear layer computes; its inputs and states are those of one layer."""
+    """How a family's linear layer computes."""
 
     def update(self, state: Tensor, inputs: Sequence[Tensor]) -> Update:
-        """Return the update of one token of n contexts, given the state [n, heads, rows, columns] before it.
-
-        Args:
-            inputs: [n, ...] each.
-        """
+        """Return one token's update of n contexts, given the states [n, heads, rows, columns]; inputs: [n, ...]."""
         ...
 
     def output(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
@@ -88,38 +67,25 @@ class Recurrence(Protocol):
         ...
 
     def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute consecutive tokens of one context in chunks, the first of which starts with the first token.
+        """Compute a context's consecutive tokens in chunks; return [tokens, heads, size] and the state after the last.
 
-        Args:
-            state: [heads, rows, columns] before the first token.
-            inputs: [tokens, ...] each.
-
-        Returns:
-            [tokens, heads, size], and the state after the last token.
+        state: [heads, rows, columns] before the first token; inputs: [tokens, ...] each.
         """
         ...
 
 
 class StateContext(Protocol):
-    """The access of linear layers to the states of one forward pass's rows."""
+    """Access of linear layers to the states of one forward pass's rows; `layer` counts linear layers only."""
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the causal convolution of each token's context, [tokens, channels], and keep the inputs.
+        """Return each context's causal convolution, [tokens, channels], and keep the inputs for later passes.
 
-        Args:
-            layer: the linear layer's index among such layers.
-            inputs: [tokens, channels].
-            weight: [channels, kernel].
-            bias: [channels].
+        inputs: [tokens, channels]; weight: [channels, kernel]; bias: [channels].
         """
         ...
 
     def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        """Return a linear layer's outputs [tokens, heads, size], and keep the states; `layer` as in `convolve`.
-
-        Args:
-            inputs: [tokens, ...] each.
-        """
+        """Return a linear layer's outputs [tokens, heads, size], and keep the states; inputs: [tokens, ...] each."""
         ...
 
 

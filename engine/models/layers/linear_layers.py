@@ -1,7 +1,7 @@
 """Linear layers: gated delta rules, Mamba 2 and short convolutions, whose states are in the context of a pass.
 
-transformers' layers call functions of their module by name, with the keywords of the pass. Those functions are replaced
-by ones that ask the context if it is among the keywords, and else call the original.
+transformers' layers call functions of their module by name, with the keywords of the pass. Replacements ask the context
+if it is among the keywords, and else call the original.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from engine.models.layers.recurrences import GatedDelta, Mamba2
 
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_KV = {"linear_attention", "conv", "mlp", "moe"}
-"""The kinds of layers, as configurations name them, that have a state, and that have no keys and values."""
+"""Kinds of layers, as configurations name them, that have a state, and that have no keys and values."""
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
@@ -39,19 +39,15 @@ def has_state(config: PreTrainedConfig) -> bool:
 
 
 def planned_states(config: PreTrainedConfig) -> tuple[list[StateShape], int]:
-    """Return what `prepare_linear_layers` returns for a model, before it is loaded."""
+    """Return what `prepare_linear_layers` would return for a model, before it is loaded."""
     return prepare_linear_layers(on_meta(config), config) if has_state(config) else ([], 0)
 
 
 def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[list[StateShape], int]:
-    """Give every layer of a model the index of its state, or of its keys and values, and replace their functions.
+    """Give each layer the index of its state, or of its keys and values, and replace the functions that it calls.
 
-    Returns:
-        The states' sizes in the order of the layers, and the number of tokens that prompts are computed by; 0 if the
-        model has no linear layers.
-
-    Raises:
-        ModelError: the layers are not those of the configuration, or transformers has no such functions.
+    Returns the states' sizes in order of layers, and the tokens per chunk of a prompt, 0 without linear layers. Raises
+    ModelError if the layers differ from the configuration, or transformers lacks such functions.
     """
     if not has_state(config):
         return [], 0
@@ -95,7 +91,7 @@ def _name_state(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[st
 
 
 class _Probe:
-    """A context that notes the sizes of one layer's state."""
+    """A context that notes the sizes of a layer's state."""
 
     sizes = (0, 0)
     matrices: tuple[int, ...] = ()
@@ -111,7 +107,7 @@ class _Probe:
 
 
 def _replacement(original: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes with the context of a pass, and calls the original in other models."""
+    """Return a function that computes with the context of a pass, and calls the original without one."""
 
     @functools.wraps(original)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -156,7 +152,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _gated_delta,
     "mamba2_chunk_scan": _mamba2,
 }
-"""What computes in place of transformers' functions, by their names."""
+"""Replacements of transformers' functions, by name."""
 
 
 @functools.cache

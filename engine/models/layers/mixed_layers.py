@@ -1,7 +1,6 @@
-"""Layers that differ in what they attend to: chunks of positions, or keys and values that another layer has written.
+"""Layers that attend to chunks of positions, windows, or another layer's keys and values.
 
-transformers makes masks of chunks, and of windows, which our attention function does without, and counts positions by
-itself where queries depend on them (Llama 4). So each attention module is told at load what the function has to know.
+transformers uses masks for these, which our attention function does without: attention modules are told at load.
 """
 
 import inspect
@@ -17,17 +16,17 @@ CHUNKED = "chunked_attention"
 
 
 def num_shared(config: PreTrainedConfig) -> int:
-    """Return how many of the last layers have no keys and values of their own, but share those of layers before."""
+    """Return how many of the last layers share the keys and values of layers before them."""
     text = config.get_text_config()
     count: int = getattr(text, "num_kv_shared_layers", None) or 0
     return count if count < text.num_hidden_layers else 0
 
 
 def describe_layers(module: nn.Module, config: PreTrainedConfig) -> None:
-    """Tell a model's attention modules their chunks and windows, what multiplies queries, and whose keys they share."""
+    """Tell attention modules their chunks, windows and query temperatures, and whose keys and values they share."""
     text: Any = config.get_text_config()
     kinds = layer_kinds(config)
-    own = kinds[: text.num_hidden_layers - num_shared(config)]
+    unshared = kinds[: text.num_hidden_layers - num_shared(config)]
     attention: Any
     for attention in [child for child in module.modules() if hasattr(child, "layer_idx")]:
         kind = kinds[attention.layer_idx] if kinds else None
@@ -36,14 +35,14 @@ def describe_layers(module: nn.Module, config: PreTrainedConfig) -> None:
         if kind in (None, "sliding_attention") and _masks_window(attention):
             attention.window = getattr(text, "sliding_window", None)
         if getattr(attention, "is_kv_shared_layer", False):
-            attention.kv_layer = max(layer for layer, of_layer in enumerate(own) if of_layer == kind)
+            attention.kv_layer = max(layer for layer, of_layer in enumerate(unshared) if of_layer == kind)
         if getattr(attention, "attn_temperature_tuning", False):
             attention.attn_temperature_tuning = False
             attention.temperature = None if attention.use_rope else (attention.floor_scale, attention.attn_scale)
 
 
 def _masks_window(attention: nn.Module) -> bool:
-    """Return whether a layer's window is in its mask only, and not among what it hands to the attention function."""
+    """Return whether a layer states its window in its mask only, and not to the attention function."""
     code = inspect.unwrap(type(attention).forward).__code__
     is_handed = "sliding_window" in (*code.co_names, *code.co_consts)
     return not is_handed and hasattr(sys.modules[type(attention).__module__], "create_sliding_window_causal_mask")

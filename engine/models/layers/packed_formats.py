@@ -1,7 +1,7 @@
-"""Packed formats: where published checkpoints keep the numbers of a quantised weight, as data, and one reader of all.
+"""Packed formats: where published checkpoints keep a quantised weight's numbers, as data, and one reader for all.
 
-A weight is `(integer - zero) * scale`. Integers in words of 32 bits, and their zeros, have no sign there; here, half of
-their range is subtracted from both.
+A weight is `(integer - zero) * scale`. Integers and zeros in 32-bit words are unsigned; half of their range is
+subtracted from both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,24 +15,16 @@ from engine.models.layers.quantization import QuantizedLinear, pack_nibbles
 
 
 class PackedFormat(NamedTuple):
-    """How a format stores a layer.
+    """How a format stores a layer."""
 
-    Attributes:
-        weight, scales, zeros, groups: the last parts of the tensors' names; `groups` has the group of every input.
-        inputs_first: whether tensors are [in, out] and not [out, in].
-        axes: those of the weight and the zeros that words hold several numbers of.
-        order: the place in a word of each of its 4-bit numbers.
-        zero: what is added to stored zeros.
-    """
-
-    weight: str
+    weight: str  # the last part of a tensor's name, as the next three
     scales: str
     zeros: str = ""
-    groups: str = ""
-    inputs_first: bool = False
-    axes: tuple[int, int] = (1, 0)
-    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
-    zero: int = 0
+    groups: str = ""  # has the group of each input
+    inputs_first: bool = False  # tensors are [in, out] and not [out, in]
+    axes: tuple[int, int] = (1, 0)  # of weight and zeros: where words hold several numbers
+    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)  # the place in a word of each 4-bit number
+    zero: int = 0  # added to stored zeros
 
 
 FORMATS: Mapping[str, Sequence[PackedFormat]] = {
@@ -45,18 +37,15 @@ FORMATS: Mapping[str, Sequence[PackedFormat]] = {
     "fp8": [PackedFormat("weight", "weight_scale_inv")],
     "mxfp8": [PackedFormat("weight", "weight_scale_inv")],
 }
-"""The formats of layers, by the name that `quant_method` has in a configuration."""
+"""Formats of layers by `quant_method`."""
 
 
 def unpacked(
     name: str, form: PackedFormat, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> QuantizedLinear | Tensor:
-    """Return the layer of the tensors with a format's names; its weight in float32 if its groups are not alike.
+    """Return the layer that a format's tensors make, or its weight in float32 if its groups are irregular.
 
-    On the meta device, it has shapes only.
-
-    Raises:
-        ModelError: weights have other bits than are served, or scales do not fit.
+    On the meta device, it has shapes only. Raises ModelError if weights have unserved bits, or scales do not fit.
     """
     weight, scales, zeros = tensors[form.weight], tensors[form.scales], tensors.get(form.zeros)
     groups, num_bits = tensors.get(form.groups), 8
@@ -102,7 +91,7 @@ def unpacked(
 
 
 def _integers(words: Tensor, num_bits: int, axis: int, order: Sequence[int], added: int = 0) -> Tensor:
-    """Return the int8 numbers of int32 words along an axis, less half of their range."""
+    """Return the int8 numbers packed in int32 words along an axis, less half of their range."""
     places = [num_bits * place for place in (order if num_bits == 4 else range(4))]
     shifts = torch.tensor(places, device=words.device, dtype=torch.int32)
     numbers = (words.movedim(axis, -1).unsqueeze(-1) >> shifts) + added & (1 << num_bits) - 1

@@ -1,9 +1,8 @@
 """Quantised weights: rounded as the model loads, or saved quantised.
 
-torchao rounds, called by transformers for one layer after the other, so that the whole model is never in memory as
-floats; the output head and embeddings stay as they are. Saved weights of 4 and 8 bits, with a scale for each output or
-group of inputs, stay quantised, as do gpt-oss' experts. Others become floats as they load: the same text, with the
-memory of an unquantised model. Activations are never quantised.
+torchao rounds layer by layer as transformers loads, so the whole model is never in memory as floats; the output head
+and embeddings are not rounded. Saved 4- and 8-bit weights with a scale per output or group of inputs stay quantised, as
+do gpt-oss' experts. Other saved formats become floats at load. Activations are never quantised.
 """
 
 import fnmatch
@@ -26,7 +25,7 @@ INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 GROUP_SIZE = 32
 """Inputs that share a scale in int4."""
 _MAKING = threading.RLock()
-"""Held while transformers changes the default number format of the whole process, for ranks that are threads."""
+"""Held while transformers changes the process's default number format, for ranks that are threads."""
 _NUM_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _INPUT_SETTINGS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
@@ -43,27 +42,27 @@ def check_groups(path: str, module: nn.Module) -> None:
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """Return a model's linear layers that are quantised, by their names: all but the output head."""
+    """Return the linear layers that are quantised, by name: all but the output head."""
     head = module.get_output_embeddings()  # type: ignore[operator]
     layers = module.named_modules()
     return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
 
 
 def on_meta(model_config: PreTrainedConfig, made_by: Any = AutoModelForCausalLM, **arguments: Any) -> nn.Module:
-    """Return the unquantised model on the meta device; raise ValueError if it has tables beyond memory."""
+    """Return the unquantised model on the meta device; raise ValueError if its position tables are beyond memory."""
     with _MAKING, torch.device("meta"):
         module: Any = made_by.from_config(model_config, **arguments)
     if (size := sum(buffer.numel() for buffer in module.buffers())) > 2**30:  # which no file bounds
         raise ValueError(f"its tables of positions would have {size:,} numbers")
-    for part, kept in module._get_dtype_plan(arguments.get("dtype")).items():
+    for pattern, plan_dtype in module._get_dtype_plan(arguments.get("dtype")).items():
         for name, tensor in module.state_dict(keep_vars=True).items():
-            if fnmatch.fnmatchcase(name, f"*{part}*"):
-                tensor.data = tensor.data.to(kept)
+            if fnmatch.fnmatchcase(name, f"*{pattern}*"):
+                tensor.data = tensor.data.to(plan_dtype)
     return module  # type: ignore[no-any-return]
 
 
 def layer_bytes(quantization: Quantization, num_outputs: int, num_inputs: int) -> int:
-    """Return the memory of a layer's weights and scales once it is quantised; scales are float32 at most."""
+    """Return the bytes of a quantised layer's weights and scales, with float32 scales."""
     groups = num_inputs // GROUP_SIZE if quantization == "int4" else 1
     return num_outputs * (num_inputs * _NUM_BITS[quantization] // 8 + 4 * groups)
 
@@ -80,23 +79,15 @@ def torchao_settings(quantization: Quantization) -> Any:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with the weights `(values - zeros) * scales`.
+    """A linear layer with the weights `(values - zeros) * scales`, in plain tensors that can be fused and compiled.
 
-    It holds plain tensors, so that layers can be fused, compiled and packed like any other. This forward gives
-    torchao's results and converts the weights to floats in every pass: it saves memory, but no time. CPUs have a
-    product that reads the integers.
-
-    Attributes:
-        values: [out, in] int8 or float8_e4m3fn; or, of 4-bit weights, [out, in / 2] uint8, as `pack_nibbles` makes it.
-        scales: [out, groups] of equally many inputs each, in the model's number format or float32.
-        bias: [out], or None.
-        zeros: [out, groups] int8; None where all are 0.
+    This forward converts weights to floats in every pass, as torchao does: it saves memory, not time.
     """
 
-    values: Tensor
-    scales: Tensor
-    bias: Tensor | None
-    zeros: Tensor | None
+    values: Tensor  # [out, in] int8 or float8_e4m3fn; 4 bits: [out, in / 2] uint8 by `pack_nibbles`
+    scales: Tensor  # [out, groups], in the model's number format or float32
+    bias: Tensor | None  # [out]
+    zeros: Tensor | None  # [out, groups] int8; None if all are 0
 
     def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None, zeros: Tensor | None = None) -> None:
         super().__init__()
@@ -109,11 +100,7 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def rounded(cls, weight: Tensor, bias: Tensor | None, quantization: Quantization, inputs: slice) -> Self:
-        """Return a layer with some inputs of a weight [out, in]; its scales are those of all inputs, as torchao's.
-
-        Args:
-            inputs: multiples of GROUP_SIZE for int4.
-        """
+        """Return a layer over some inputs of a weight [out, in], with scales of all inputs; int4 needs whole groups."""
         from torchao.quantization import quantize_
 
         with torch.device("meta"):
@@ -128,9 +115,9 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def concatenated(cls, layers: Sequence["QuantizedLinear"]) -> Self:
-        """Return one layer with the outputs of several that have the same inputs and format."""
+        """Return one layer with the outputs of several layers that have the same inputs and format."""
         names = ("values", "scales", "bias", "zeros")
-        tensors = ([part for layer in layers if (part := getattr(layer, name)) is not None] for name in names)
+        tensors = ([tensor for layer in layers if (tensor := getattr(layer, name)) is not None] for name in names)
         return cls(*(torch.cat(parts) if parts else None for parts in tensors))  # type: ignore[arg-type]
 
     @property
@@ -159,27 +146,23 @@ class QuantizedLinear(nn.Module):
         return (integers * self.scales.to(dtype).unsqueeze(-1)).flatten(1)
 
     def partial(self, x: Tensor) -> Tensor:
-        """Return [..., out] float32 without the bias, for `x` [..., in]: one rank's part of a sum."""
+        """Return one rank's summand, [..., out] float32 without the bias, for `x` [..., in]."""
         return F.linear(x.float(), self.weight_as(torch.float32))
 
 
 def pack_nibbles(integers: Tensor) -> Tensor:
-    """Pack [out, in] int8 numbers from -8 to 7 to [out, in / 2] uint8: of two inputs, the first is the lower half."""
+    """Pack [out, in] int8 numbers from -8 to 7 to [out, in / 2] uint8; the first of two inputs is the lower half."""
     halves = integers.view(torch.uint8)
     return halves[:, ::2] & 15 | halves[:, 1::2] << 4
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Return the [out, in] int8 numbers that were packed."""
+    """Return the [out, in] int8 numbers that `pack_nibbles` packed."""
     return torch.stack([(packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4], -1).flatten(1)
 
 
 def convert_torchao(name: str, module: nn.Module) -> None:
-    """Replace torchao's linear layers by `QuantizedLinear`, or by float layers if their format is not supported.
-
-    Raises:
-        ModelError: a layer quantises its inputs, too.
-    """
+    """Replace torchao's linear layers by `QuantizedLinear`, or by floats; raise ModelError if inputs are quantised."""
     from torchao.utils import TorchAOBaseTensor
 
     for parent in list(module.modules()):
@@ -197,7 +180,7 @@ def convert_torchao(name: str, module: nn.Module) -> None:
 
 
 def _quantized_linear(weight: Any, bias: Tensor | None) -> QuantizedLinear | None:
-    """Return a layer with torchao's numbers; None if they have scales for blocks of several outputs."""
+    """Return a layer with torchao's numbers; None if a scale is for a block of several outputs."""
     integers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     if not isinstance(integers, Tensor) or not isinstance(scales, Tensor) or integers.dtype not in _VALUE_DTYPES:
         return None

@@ -1,9 +1,8 @@
-"""Recurrences: how a token changes a linear layer's matrices, in float32, and how transformers computes many at once.
+"""Recurrences: how a token changes a linear layer's matrices, in float32, and transformers' functions for many tokens.
 
-A matrix is S [rows, columns] per head. The gated delta rule (Yang et al., arXiv:2412.06464, section 3) and its form
-with a decay per channel (Kimi Linear, arXiv:2510.26692, section 3) have a row per number of a key and a column per
-number of a value; Mamba 2 (Dao and Gu, arXiv:2405.21060, section 6) a row per number of an input and a column per
-number of B.
+A matrix is S [rows, columns] per head. Gated delta rules (Yang et al., arXiv:2412.06464, section 3; per channel: Kimi
+Linear, arXiv:2510.26692, section 3) have rows of key size and columns of value size. Mamba 2 (Dao and Gu,
+arXiv:2405.21060, section 6) has rows of input size and columns of B's size.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +18,13 @@ from engine.models.layers.layer_state import Update
 
 @dataclass(frozen=True)
 class ByChunk:
-    """A recurrence that transformers computes by chunks.
-
-    Attributes:
-        by_chunk: transformers' function for many tokens.
-        chunk: tokens that it computes together.
-    """
+    """A recurrence that transformers computes by chunks: `by_chunk` takes `chunk` tokens at once."""
 
     by_chunk: Callable[..., tuple[Tensor, Tensor]]
     chunk: int
 
     def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute one chunk after the other: of several, Mamba 2's function adds up states in another order."""
+        """Compute chunk after chunk: over several chunks, Mamba 2's function adds up states in another order."""
         outputs, states = [], state.unsqueeze(0)
         for start in range(0, len(inputs[0]), self.chunk):
             output, states = self._scan_chunk(states, [tensor[None, start : start + self.chunk] for tensor in inputs])
@@ -77,11 +71,7 @@ class GatedDelta(ByChunk):
 class Mamba2(ByChunk):
     """S' = exp(t A) S + t x (x) B, output S' C + D x; inputs x, t before its bias, B and C.
 
-    t is softplus(t + bias) within limits, in the model's number format as in transformers; the rest is in float32.
-
-    Attributes:
-        a, d, bias: [heads].
-        limits: the bounds of t.
+    t is softplus(t + bias) within `limits`, in the model's number format as in transformers. a, d, bias: [heads].
     """
 
     a: Tensor
@@ -114,7 +104,7 @@ class Mamba2(ByChunk):
 
 
 def _unit_vectors(vectors: Tensor, heads: int) -> Tensor:
-    """Return vectors [n, groups, size] of length 1, one per head, in float32."""
+    """Return float32 vectors of length 1, one per head, from [n, groups, size]."""
     vectors = vectors.float()
     vectors = vectors * (vectors.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
     return vectors.repeat_interleave(heads // vectors.shape[1], dim=1)

@@ -1,4 +1,4 @@
-"""Reducer: combines the parts that the ranks of a tensor-parallel model compute, and the functions that call it."""
+"""Reducer: combines what the ranks of a tensor-parallel model compute, and the functions that call it."""
 
 import threading
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ _LOW_BITS = (1 << 32) - 1
 
 _thread = threading.local()
 _reducers: list["Reducer"] = []
-"""The reducers of this process, by key: one in a worker, one for each rank where ranks are threads."""
+"""This process's reducers by key: one in a worker, or one for each rank if ranks are threads."""
 
 
 class Reducer(Protocol):
@@ -26,7 +26,7 @@ class Reducer(Protocol):
         ...
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Return a new tensor: the sum in rank order, whatever the shape; CUDA graphs can record it."""
+        """Return a new tensor, the sum in rank order; CUDA graphs can record it."""
         ...
 
     def max(self, packed: Tensor) -> Tensor:
@@ -48,10 +48,7 @@ class Reducer(Protocol):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within it, this thread computes without the other ranks; its results are not used.
-
-    Passes that only compile or warm up run so: if one rank fails in the middle of one, no other waits for it.
-    """
+    """Let this thread compute without other ranks, to compile or warm up; then no rank waits for a rank that fails."""
     _thread.is_alone = True
     try:
         yield
@@ -73,7 +70,7 @@ def register(reducer: Reducer) -> int:
 
 @torch.library.custom_op("paceline::sum_over_ranks", mutates_args=())
 def sum_over_ranks(partial: Tensor, key: int) -> Tensor:
-    """Sum a tensor by the reducer of a key; one opaque operator, so that a compiler can trace layers that call it."""
+    """Sum a tensor by the reducer of a key; one opaque operator, so that compilers can trace layers that call it."""
     return _reducers[key].sum(partial)
 
 
@@ -83,7 +80,7 @@ def _(partial: Tensor, _key: int) -> Tensor:
 
 
 def sum_output(module: nn.Module, reducer: Reducer, dtype: torch.dtype) -> None:
-    """Let a module return the sum over the ranks of its outputs, or of the first output of several, in this format."""
+    """Let a module return its output, or the first of several, summed over the ranks in this number format."""
     key = register(reducer)
 
     def summed(_module: nn.Module, _inputs: object, output: Any) -> Any:
@@ -95,10 +92,9 @@ def sum_output(module: nn.Module, reducer: Reducer, dtype: torch.dtype) -> None:
 
 
 def best_over_ranks(scores: Tensor, ids: Tensor, reducer: Reducer) -> Tensor:
-    """Return the ids with the highest scores of all ranks, [n] int64; as in `argmax`, the lowest of equals.
+    """Return the ids with the highest scores of all ranks, [n] int64; the lowest of equals, as `argmax`.
 
-    Args:
-        scores: [n] float32, the highest of this rank; ids: [n] int64, their token ids.
+    scores: [n] float32 this rank's highest; ids: [n] int64 their token ids.
     """
     bits = scores.add(0.0).view(torch.int32)  # -0.0 becomes 0.0, its equal
     ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # ascends with the score, also below 0

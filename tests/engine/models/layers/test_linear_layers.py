@@ -64,7 +64,7 @@ def rows(first, end, prompts, depth=0):
             drafted = {"num_draft_tokens": min(depth, len(tokens) - 1), "num_logits": len(tokens)}
             made.append(
                 ForwardRow(
-                    tokens, first, [1 + 8 * i + j for j in range(8)], prompt_length=prompt, state=state, **drafted
+                    tokens, first, [1 + 8 * i + j for j in range(8)], prompt_length=prompt, slot=state, **drafted
                 )
             )
     return made

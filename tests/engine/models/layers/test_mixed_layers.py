@@ -21,7 +21,7 @@ METHODS = {
     "none": {"drafting": "none"},
     "copies of 1": {"drafting": "suffix", "num_speculative_tokens": 1},
     "copies of 4": {"drafting": "suffix", "num_speculative_tokens": 4},
-    "copies of 8, preempted": {"drafting": "suffix", "num_speculative_tokens": 8, "num_blocks": 22, "block_size": 4},
+    "copies of 8, preempted": {"drafting": "suffix", "num_speculative_tokens": 8, "num_blocks": 8},
     "its first layers": {"drafting": "self", "self_draft_layers": 3, "num_speculative_tokens": 4},
     "trees": {"drafting": "tree", "num_speculative_tokens": 8, "max_num_batched_tokens": 40},
 }
@@ -52,7 +52,7 @@ def models(tmp_path_factory):
 def test_the_text_is_that_of_transformers_generate(name, method, models):
     path, texts = models[name]
     draft = path if method == "trees" else "none"
-    settings = {"dtype": "float32", "device": "cpu", "compile": "off", "speculation": "fixed", "block_size": 8}
+    settings = {"dtype": "float32", "device": "cpu", "compile": "off", "speculation": "fixed"}
     llm = LLM(path, draft, **settings | {"num_blocks": 64} | METHODS[method])
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
     for prompts in (PROMPTS, PROMPTS):  # the second time from the cache

@@ -77,7 +77,7 @@ def run(backend, passes):
     found = [[] for _ in CONTEXTS]
     for one, logits in zip(passes, outputs, strict=True):
         for row, part in zip(one, logits, strict=True):
-            found[row.state.slot - 1].append(part)
+            found[row.slot.slot - 1].append(part)
     return [torch.cat(parts) for parts in found]
 
 

@@ -1,8 +1,7 @@
 """The requests and replies of a round, as msgpack; nothing is unpickled.
 
-A request carries its round, the version of its group, its deadline in seconds, and the ids of requests that have ended
-since the last one. Its rows are deltas, applied as `token_ids[offset:] = new`. This is commit and rollback in one
-idempotent assignment, so a message may be lost, repeated or late without harm.
+A request's rows are deltas, applied as `token_ids[offset:] = new`. This is commit and rollback in one idempotent
+assignment, so a message may be lost, repeated or late without harm.
 """
 
 import msgspec
@@ -50,7 +49,7 @@ class VerifyEntry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RoundMessage(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of every request; the deadline is relative, because clocks of nodes differ."""
+    """The fields of every request; the deadline is relative, because nodes' clocks differ."""
 
     round: int
     version: int
@@ -59,7 +58,7 @@ class RoundMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Propose(RoundMessage, tag="propose", frozen=True):
-    """Draft for these rows; `runs_ahead` says that the time until the next proposal is for drafting ahead."""
+    """Draft for these rows; with `runs_ahead`, run ahead until the next proposal."""
 
     rows: list[ProposeEntry]
     runs_ahead: bool = False
@@ -72,7 +71,7 @@ class Verify(RoundMessage, tag="verify", frozen=True):
 
 
 class FeatureRows(msgspec.Struct, array_like=True, frozen=True):
-    """Features of one request's tokens from `offset` on, raw; rank 0 holds those of its first `end` tokens."""
+    """Raw features of a request's tokens from `offset` on; rank 0 holds the features of the first `end` tokens."""
 
     request_id: str
     offset: int
@@ -81,9 +80,9 @@ class FeatureRows(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Features(RoundMessage, tag="features", frozen=True):
-    """From rank 0 to the draft worker: keep these features, `row_bytes` of numbers in torch's format `dtype` each.
+    """From rank 0 to the draft worker: keep these features, `row_bytes` in torch's `dtype` for each token.
 
-    A request's features never change, so this is `features[offset:] = rows`, in any order and any number of times.
+    Features of a token never change, so messages may come in any order, any number of times.
     """
 
     dtype: str
@@ -96,7 +95,7 @@ class Ping(RoundMessage, tag="ping", frozen=True):
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """The fields of every reply; `compute_s` is the time that the worker computed."""
+    """The fields of every reply; the worker computed for `compute_s` seconds."""
 
     round: int
     version: int
@@ -104,10 +103,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Drafts(Reply, tag="drafts", frozen=True):
-    """One draft per row.
-
-    `run_ahead` are the counters of running ahead, `unprepared` those of `Preparation`, `features` of `FeatureStore`.
-    """
+    """A draft per row; `unprepared` are the counters of `Preparation`, `features` the counters of `FeatureStore`."""
 
     drafts: list[Draft]
     run_ahead: RunAheadStats | None = None
@@ -116,14 +112,14 @@ class Drafts(Reply, tag="drafts", frozen=True):
 
 
 class Verdicts(Reply, tag="verdicts", frozen=True):
-    """One verdict per row; `unprepared` as in `Drafts`."""
+    """A verdict per row."""
 
     verdicts: list[Verdict]
     unprepared: dict[str, int] = {}
 
 
 class PrefixMissing(Reply, tag="prefix_missing", frozen=True):
-    """The worker lacks what comes before the offsets of these requests, and has changed nothing of them."""
+    """The worker lacks tokens before the offsets of these requests, and has changed none of them."""
 
     request_ids: list[str]
 

@@ -1,8 +1,8 @@
 """Prefix deltas: the Router sends each worker only the tokens that it lacks.
 
 The Router owns the committed tokens, and a worker's table is a cache of them. A delta starts at the length of the
-worker's last *reply*, so it is valid whether or not messages in between arrived. If a worker lacks a prefix, because it
-restarted or evicted it, it replies with the ids, and the Router sends the whole prefix.
+worker's last *reply*, so it is valid whether or not messages in between arrived. A worker that lacks a prefix replies
+with its id, and the Router sends the whole prefix.
 """
 
 from collections import OrderedDict
@@ -25,12 +25,11 @@ class Prefix:
 class PrefixTable:
     """Worker side: at most `capacity` prefixes by request id; the least recently used are evicted first.
 
-    It owns the requests it holds: only `update` changes their `token_ids`. The same deltas in the same order give the
-    same table, so a target's ranks agree without communicating. `forget` is called with each id that leaves the table.
+    Only `update` changes the `token_ids` of its requests. The same deltas in the same order give the same table, so a
+    target's ranks agree without communicating. `forget` is called with `owner` + id of whatever is released or evicted.
     """
 
     def __init__(self, capacity: int, forget: Callable[[str], None], *, owner: str = "") -> None:
-        """Hold nothing; requests here are named after their `owner` and id, as `forget` gets them."""
         self._capacity, self._owner = capacity, owner
         self._forget: Callable[[str], None] = lambda request_id: forget(owner + request_id)
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
@@ -39,9 +38,9 @@ class PrefixTable:
         return self._prefixes[request_id]
 
     def update(self, released: Iterable[str], deltas: Sequence[PrefixDelta]) -> list[str]:
-        """Release requests that have ended, and apply deltas; none of these is evicted.
+        """Release requests that have ended, and apply the deltas.
 
-        Returns the ids of deltas that do not continue a held prefix; then none was applied.
+        Returns the ids of deltas that continue no held prefix; if there are any, no delta is applied.
         """
         for request_id in released:
             self._prefixes.pop(request_id, None)
@@ -79,10 +78,10 @@ class PrefixTable:
 
 
 class Acknowledged:
-    """Router side: the tokens and blocks each worker has acknowledged; the next deltas start there.
+    """Router side: the tokens and blocks that a worker has acknowledged; the next deltas start there.
 
-    Committed tokens only grow, so their length is enough. So do block tables, as long as they are the same object.
-    Ids that have ended are sent with every request until one gets a reply.
+    Committed tokens only grow, so their length is enough; likewise the length of a block table that is the same object.
+    Ids that have ended are sent with every request until a reply comes.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ def check_proposal(drafts: Sequence[Draft], rows: Sequence[ProposeRow], vocab_si
 
 
 def with_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[Verdict]:
-    """Return the verdicts with the drafts that they judged: a worker sends only those that the target made itself.
+    """Return the verdicts with their drafts: workers leave out the drafts that the Router sent.
 
     Raises MalformedMessageError if there is not one verdict per row.
     """

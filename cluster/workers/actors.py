@@ -1,10 +1,9 @@
 """Worker and TargetWorker: the Ray actors of the target's ranks, and what they share with a draft worker.
 
 A `WorkerSet` calls `begin`, then a rank's `listen`, `survey` (at the first start), `load` and `serve` in this order.
-`serve` lasts as long as the worker does, so the reference to its result tells when the worker ends. Each call has its
-own thread, so an actor that loads or serves still answers pings.
+`serve` returns when the worker ends. Each call has a thread, so an actor that loads or serves still answers pings.
 
-The Router imports this module to start the actors but must not import torch, so torch is imported inside the methods.
+The Router imports this module but must not import torch, so methods import torch.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ def show_progress(log_format: LogFormat) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import without garbage collections, which take an eighth of the time; later ones skip the modules, too."""
+    """Import without garbage collections, which take an eighth of the time; later collections skip the modules."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -72,7 +71,6 @@ class Worker:
     """The base of both workers: surveys its device, and answers pings."""
 
     def __init__(self, engine: EngineConfig, node: tuple[str, str] | None = None, world_size: int = 1) -> None:
-        """Make a worker in this process; `node` is as `this_node`, which None calls."""
         self._host, self._node_id = node or this_node()
         self._engine = engine
         self._world_size = world_size
@@ -86,7 +84,7 @@ class Worker:
         return WorkerProcess(os.getpid(), self._node_id)
 
     def survey(self, config: ModelConfig, world_size: int = 1) -> Survey:
-        """Measure this worker's device and a model that is about to be loaded there, for the memory plan."""
+        """Measure this worker's device and a model that will be loaded there, for the memory plan."""
         with importing():
             from engine.execution.registry import survey
 
@@ -94,7 +92,7 @@ class Worker:
         return survey(self._open(config), self._engine, world_size=world_size)
 
     def _select_gpu(self) -> None:
-        """Make this rank's GPU the current one of this thread, if the rank sees all GPUs of its node."""
+        """Select this rank's GPU for this thread, if the rank sees all GPUs of its node."""
         if self._world_size > 1 and (assigned := ray.get_runtime_context().get_accelerator_ids().get("GPU")):
             import torch
 
@@ -106,7 +104,7 @@ class Worker:
         return self._sources.setdefault(config, open_model(config))
 
     def ping(self) -> list[CompileProgress]:
-        """Return at once, which shows that the process is alive: how far each model is that is being compiled."""
+        """Return the progress of compilations; any answer shows that the process is alive."""
         return [] if self._backend is None else self._backend.compiling
 
     def kill(self) -> None:
@@ -118,7 +116,6 @@ class TargetWorker(Worker):
     """One rank of the target: its shard of the weights and of the KV blocks."""
 
     def __init__(self, engine: EngineConfig, version: int, rank: int, world_size: int) -> None:
-        """Make a rank, whose messages have this version of the ranks."""
         super().__init__(engine, world_size=world_size)
         self._version, self._rank = version, rank
 
@@ -168,7 +165,7 @@ class TargetWorker(Worker):
         return verifier.backend.info
 
     def feature_identity(self) -> str:
-        """Return what proves this rank 0 to a draft worker that receives features from it."""
+        """Return the identity that proves this rank to the draft worker that receives its features."""
         return self._source.identity
 
     def send_features(self, endpoint: Endpoint) -> None:

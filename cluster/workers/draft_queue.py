@@ -1,12 +1,10 @@
-"""DraftQueue: in which order groups' proposals are drafted, and which of them together; without sockets.
+"""DraftQueue: in which order groups' proposals are drafted, and which proposals together; without sockets.
 
-The proposal that is due first is drafted first. Others that wait are drafted in the same passes if their drafts are no
-longer, so that it waits for none of them. If their rows are more than fit into a pass, each group gets an equal share;
-what one leaves goes to the others. Texts that are long to catch up with get one pass of at most `CHUNK` tokens after
-each of these batches. Between proposals, the group runs ahead whose next one is due first.
+The proposal that is due first is drafted first. Waiting proposals share its passes if their drafts are not longer. If
+the rows do not fit into a pass, each group gets an equal share. After each batch, texts that the cache lacks get a pass
+of at most `CHUNK` tokens. Between proposals, the group whose next proposal is due first runs ahead.
 
-All groups share one cache. When it is full, the group that holds most of it loses its least recently used request. A
-group that has the worker to itself waits for nobody, so its drafter catches up with whole texts by itself.
+All groups share one cache. When it is full, the group that holds most of it loses its least recently used request.
 """
 
 import logging
@@ -33,14 +31,14 @@ from engine.stats.preparation import PREPARATION
 logger = logging.getLogger(__name__)
 
 CHUNK = 256
-"""Tokens of a pass that catches up with a text, at most: so much hardly takes a GPU longer than one token does."""
+"""The most tokens of a pass that catches up with a text: a GPU takes hardly longer for so many than for one token."""
 _POLL_S = 50e-6
 """Pause between two looks for a request while the device computes a pass ahead."""
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The group of a lease: the prefixes that it has sent, and its drafter that runs ahead, if the worker does."""
+    """The prefixes that a lease's group has sent, and its run-ahead drafter, if the worker runs ahead."""
 
     table: PrefixTable
     ahead: PassesAhead | None
@@ -48,7 +46,7 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Proposal:
-    """A proposal that waits, or of which only some rows are drafted; `due` is when its drafts become worthless."""
+    """A proposal with rows that are not drafted yet; its drafts are worthless after `due`."""
 
     group: _Group
     request: Propose
@@ -71,17 +69,12 @@ class _Proposal:
 
     @property
     def ahead(self) -> PassesAhead | None:
-        """What drafts it, and then runs ahead of its verdicts; None if it is drafted with others."""
+        """The group's run-ahead drafter; None if the proposal is drafted together with others."""
         return self.group.ahead if self.request.runs_ahead else None
 
 
 class DraftQueue:
-    """Drafts for the groups that send proposals; `step` does the next thing. A request's name begins with its lease.
-
-    Attributes:
-        num_proposals: the proposals that were drafted since the start.
-        num_batches: the batches in which they were drafted.
-    """
+    """Drafts for the groups that send proposals. A request's name begins with its lease."""
 
     def __init__(
         self,
@@ -92,13 +85,9 @@ class DraftQueue:
         is_shared: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Make the cache, whose size is planned in `engine`; a pass has at most `max_num_seqs` rows.
-
-        Args:
-            capacity: the most requests of a group whose texts are kept.
-            is_shared: whether there may be several groups.
-        """
+        """Make the cache that `engine` plans; `capacity` is the most requests of a group whose texts are kept."""
         method, chunk = method_of(engine.drafting), engine.max_num_batched_tokens
+        # A group that has the worker to itself waits for nobody, so its drafter catches up with whole texts.
         chunk = min(CHUNK, chunk) if is_shared else chunk
         self.cache = make_cache(draft, replace(engine, max_num_batched_tokens=chunk))
         self.cache.forget, self.cache.choose_victim = self._forget, self._choose_victim
@@ -114,7 +103,7 @@ class DraftQueue:
     def leave(self, version: int) -> None:
         """Forget the group of a lease and all of its requests."""
         if (group := self._groups.get(version)) is not None:
-            self._waiting = [one for one in self._waiting if one.group is not group]
+            self._waiting = [proposal for proposal in self._waiting if proposal.group is not group]
             for name in [name for name in self.cache.prefixes if _lease_of(name) == version]:
                 self._forget(name)
             del self._groups[version]
@@ -133,8 +122,10 @@ class DraftQueue:
             if missing := group.table.update(request.released, [entry.prefix for entry in request.rows]):
                 answer(PrefixMissing(request.round, version, 0.0, missing))
             else:
-                held = [group.table[entry.prefix.request_id].request for entry in request.rows]
-                rows = [ProposeRow(one, entry.num_draft_tokens) for one, entry in zip(held, request.rows, strict=True)]
+                rows = [
+                    ProposeRow(group.table[entry.prefix.request_id].request, entry.num_draft_tokens)
+                    for entry in request.rows
+                ]
                 self._waiting.append(_Proposal(group, request, rows, self._clock() + request.deadline_s, answer))
 
     def _join(self, version: int) -> _Group:
@@ -146,13 +137,13 @@ class DraftQueue:
     def step(self) -> bool:
         """Draft for proposals and catch up, or launch a pass ahead; return whether there is more to do now."""
         now = self._clock()
-        waiting = [one for one in self._waiting if one.due > now]  # nobody waits for the others any more
-        self._waiting = sorted(waiting, key=lambda one: one.due)
+        in_time = [proposal for proposal in self._waiting if proposal.due > now]  # nobody waits for later drafts
+        self._waiting = sorted(in_time, key=lambda proposal: proposal.due)
         if not self._waiting:
             return self._run_ahead()
-        lagging = [one for one in self._waiting if self._lacking(one)] if len(self._groups) > 1 else []
-        if ready := [one for one in self._waiting if one not in lagging]:
-            merged = [one for one in ready if not one.ahead and one.depth <= ready[0].depth]
+        lagging = [proposal for proposal in self._waiting if self._lacking(proposal)] if len(self._groups) > 1 else []
+        if ready := [proposal for proposal in self._waiting if proposal not in lagging]:
+            merged = [proposal for proposal in ready if not proposal.ahead and proposal.depth <= ready[0].depth]
             self._try(self._draft_rows, ready[:1] if ready[0].ahead else merged)
         if lagging:
             self._try(self._catch_up, lagging)
@@ -172,7 +163,7 @@ class DraftQueue:
                     self._reply(proposal, Failure(request.round, request.version, proposal.compute_s, message))
 
     def _lacking(self, proposal: _Proposal) -> list[ProposeRow]:
-        """Return the rows that lack more tokens than the passes that draft compute, and can get them in chunks."""
+        """Return the rows with too many uncached tokens for the passes that draft, which `_catch_up` computes."""
         prefixes, rows = self.cache.prefixes, [] if proposal.is_caught_up else proposal.missing
         cached = [prefixes.get(row.request.request_id) for row in rows]
         lengths = [len(prefix.token_ids) if prefix is not None else 0 for prefix in cached]
@@ -183,9 +174,9 @@ class DraftQueue:
         ]
 
     def _catch_up(self, proposals: list[_Proposal]) -> None:
-        """Compute one pass of the texts that proposals lack, most of it for those that are due first."""
+        """Compute one pass of the texts that the cache lacks, the earliest proposal's first."""
         self._end_passes()
-        current = {row.request.request_id for one in self._waiting for row in one.rows}
+        current = {row.request.request_id for proposal in self._waiting for row in proposal.rows}
         requests = []
         for proposal in proposals:
             lacking, prefixes = self._lacking(proposal), self.cache.prefixes
@@ -207,7 +198,8 @@ class DraftQueue:
             if ahead is None and proposal.group.ahead is not None:
                 proposal.group.ahead.stop()
         drafter = ahead or self._drafter
-        drafts = iter(run_in_process(drafter.propose([row for one in proposals for row in one.missing[: counts[one]]])))
+        rows = [row for proposal in proposals for row in proposal.missing[: counts[proposal]]]
+        drafts = iter(run_in_process(drafter.propose(rows)))
         seconds = self._clock() - started
         self.num_batches += 1
         for proposal in proposals:
@@ -231,7 +223,7 @@ class DraftQueue:
         return Drafts(request.round, request.version, seconds, proposal.drafts, stats, PREPARATION.counts, counts)
 
     def _run_ahead(self) -> bool:
-        """Launch at most one pass ahead, of the group that is due first and of others, without waiting for its end."""
+        """Launch the next shared pass ahead, unless a pass is under way; return whether groups have time for more."""
         aheads = [group.ahead for group in self._groups.values() if group.ahead is not None and group.ahead.has_time]
         aheads.sort(key=lambda ahead: ahead.due)
         if aheads and aheads[0].is_computing:
@@ -248,13 +240,12 @@ class DraftQueue:
         return bool(aheads)
 
     def _end_passes(self, but: PassesAhead | None = None) -> None:
-        """Time the passes ahead that were launched last, before the device computes something else."""
+        """Time the last passes ahead, before the device computes something else."""
         for group in self._groups.values():
             if group.ahead is not None and group.ahead is not but:
                 group.ahead.end_pass()
 
     def _forget(self, name: str) -> None:
-        """Forget a request, which has ended or makes room for others."""
         if (ahead := self._groups[_lease_of(name)].ahead) is not None:
             ahead.release(name)
         self._drafter.release(name)

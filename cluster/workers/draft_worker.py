@@ -1,4 +1,4 @@
-"""DraftWorker: holds the draft model once, and drafts for the Routers that lease it: one, or several.
+"""DraftWorker: holds the draft model, and drafts for every Router that leases it.
 
 Each lease has a listener of its own, which one client may connect to. One thread computes and waits on all sockets.
 """
@@ -26,19 +26,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""A lease ends after a silence of so many seconds: its Router sends at least a ping each second."""
+"""A lease ends after so long a silence: its Router sends at least a ping each second."""
 _USED_S = 5.0
-"""Utilisation forgets with this time constant."""
+"""Time constant of the moving average in `utilisation`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A Router's use of one draft worker; it ends when the Router has been silent for a while.
-
-    Attributes:
-        worker: names the worker's process.
-        version: of the lease; the worker ignores messages of another.
-    """
+    """A Router's use of a draft worker, which ignores messages with another `version`."""
 
     worker: str
     version: int
@@ -48,8 +43,6 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A lease as the worker keeps it: its client, its most rows, and when that was last heard."""
-
     lease: Lease
     identity: str
     listener: Listener
@@ -67,7 +60,7 @@ class DraftWorker(Worker):
     def __init__(
         self, config: GroupConfig, name: str, *, max_groups: int = 1, node: tuple[str, str] | None = None
     ) -> None:
-        """Make a worker of this name for the groups with these settings, at most so many in one pass."""
+        """Make a worker whose passes have room for the rows of `max_groups` groups."""
         engine = config.engine
         if max_groups > 1:
             num_states = engine.num_states or 2 * engine.max_num_seqs + 4
@@ -85,10 +78,7 @@ class DraftWorker(Worker):
         self._working_since: float | None = None
 
     def load(self, cache: CacheSize | None = None) -> ModelInfo:
-        """Load the draft with its planned cache, or one of all memory of its device.
-
-        Raises ModelError if it cannot be served. Ids beyond the target's vocabulary are never drafted.
-        """
+        """Load the draft; raise ModelError if it cannot be served. Without `cache`, it may use its whole device."""
         with importing():
             from cluster.workers.draft_queue import DraftQueue
             from engine.drafting.assembly import assemble
@@ -113,8 +103,7 @@ class DraftWorker(Worker):
     def lease(self, identity: str, num_rows: int) -> Lease:
         """Lease this worker to the client with this identity, or go on with its lease.
 
-        There is room if each lease can have a context of full length, and each row a block. Raises TargetError if
-        there is none for `num_rows` beside other leases.
+        Raises TargetError if other leases leave no blocks for a full context and a block for each row.
         """
         assert self._backend is not None, "load comes first"
         info, engine = self._backend.info, self._engine
@@ -140,7 +129,7 @@ class DraftWorker(Worker):
         return lease
 
     def end_one(self) -> None:
-        """End the latest lease, so that its Router takes another, which may be of a worker with fewer."""
+        """End the latest lease, so that its Router may lease a worker with fewer leases."""
         with self._lock:
             for held in self._leased[-1:]:
                 held.is_ended = True
@@ -164,7 +153,7 @@ class DraftWorker(Worker):
 
     @property
     def num_passes(self) -> int:
-        """In how many batches of proposals that was."""
+        """How many batches of proposals were drafted since the start."""
         return self._queue.num_batches
 
     def check(self) -> None:
@@ -174,7 +163,7 @@ class DraftWorker(Worker):
             raise TargetError(f"draft worker {self._name} computes for longer than {limit_s:g} s")
 
     def receive_features(self, lease: Lease, identity: str) -> Endpoint:
-        """Accept a lease's features from the target's rank 0 with this identity from now on, and no earlier ones."""
+        """Accept a lease's features only from the rank 0 with this identity; return where that rank connects."""
         from cluster.workers.features import receiver
 
         if self._feature_server is not None:
@@ -204,7 +193,6 @@ class DraftWorker(Worker):
         return [held for held in list(self._leases.values()) if held.heard > since and not held.is_ended]
 
     def _answer(self, version: int, request: AnyRequest) -> None:
-        """Take the request of a lease, which is answered by `_work`."""
         held = self._leases[version]
         held.heard = time.monotonic()
         self._queue.submit(version, request, held.listener.send)

@@ -1,9 +1,7 @@
 """Features on their way from rank 0 of the target to the head on the draft worker, beside the Router's rounds.
 
-The target keeps the features of all tokens in its KV blocks, those of cached prefixes included. So rank 0 needs no
-store of its own: after each verification it sends what the draft worker lacks, be that the last round's tokens, a
-cached prefix or, to a new draft worker, everything. Rows may be lost in any way: the draft worker says which requests
-have a gap, and gets them from their start on.
+The target's KV blocks hold the features of all tokens, cached prefixes included. After each verification, rank 0 sends
+what the draft worker lacks. Rows may be lost: the draft worker names the requests with a gap, and gets all their rows.
 """
 
 import asyncio
@@ -28,17 +26,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 16 * 2**20
-"""Features of one message: at most this much is copied from the device between two rounds."""
+"""The most bytes of features in a message, which are copied from the device between two rounds."""
 _MAX_UNDER_WAY = 4
-"""Messages without a reply; the next ones are left out, and their rows sent later."""
+"""The most messages without a reply; beyond them, rows are sent later."""
 _DEADLINE_S = 1.0
 
 
 def receiver(features: "FeatureStore", owner: str) -> Callable[[AnyRequest], AnyReply]:
-    """Return what answers rank 0 on the draft worker: it keeps rows, and names requests with a gap before theirs.
-
-    Here the requests are named after their `owner` and id, as in a `PrefixTable`.
-    """
+    """Return the draft worker's answer to rank 0: it keeps rows, and names the requests with a gap before them."""
 
     def answer(request: AnyRequest) -> AnyReply:
         if not isinstance(request, Features):
@@ -61,12 +56,11 @@ def receiver(features: "FeatureStore", owner: str) -> Callable[[AnyRequest], Any
 class FeatureSource:
     """A verifier on rank 0 that sends the features of computed tokens, on an event loop in a thread of its own.
 
-    The target never waits for the draft worker. `num_sent` has how many features of each request have been sent, and
-    not been reported missing; both threads change it, and what a race spoils comes back as a gap.
+    The target never waits for the draft worker. `num_sent` counts the features sent of each request, until the draft
+    worker reports a gap. Both threads change it: what a race spoils comes back as a gap.
     """
 
     def __init__(self, verifier: "ModelVerifier", connector: Connector, version: int) -> None:
-        """Have no draft worker yet; `connector` proves this rank to it."""
         self.identity = connector.identity
         self.num_sent: dict[str, int] = {}
         self._verifier, self._connector, self._version = verifier, connector, version
@@ -80,7 +74,7 @@ class FeatureSource:
         threading.Thread(target=self._loop.run_forever, name="features", daemon=True).start()
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Send to a new draft worker from now on, which holds nothing."""
+        """Send to a new draft worker, which holds no features."""
         asyncio.run_coroutine_threadsafe(self._connect(endpoint), self._loop).result()
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
@@ -104,7 +98,7 @@ class FeatureSource:
         return self._link is not None and len(self._under_way) < _MAX_UNDER_WAY
 
     def work(self) -> bool:
-        """Send the features that the draft worker lacks, once the verdicts have left; return False: that is all."""
+        """Send the features that the draft worker lacks; return False: no work is left."""
         computed, self._computed = self._computed, []
         if not computed or not self.has_room:
             return False
@@ -113,7 +107,7 @@ class FeatureSource:
         row_bytes = kv.states.shape[-1] * kv.states.itemsize
         # The shortest first, so that a context that takes many rounds holds up no other.
         starts = [num_sent.get(row.request.request_id, 0) for row, _ in computed]
-        for start, (row, end) in sorted(zip(starts, computed, strict=True), key=lambda one: one[1][1] - one[0]):
+        for start, (row, end) in sorted(zip(starts, computed, strict=True), key=lambda entry: entry[1][1] - entry[0]):
             request_id = row.request.request_id
             places = range(start, min(end, start + max(1, _MAX_BYTES // row_bytes) - len(slots)))
             spans.append((request_id, start, end, len(slots) * row_bytes, (len(slots) + len(places)) * row_bytes))

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class TargetResponder:
     """Runs `Verify` on one rank of the target; rank 0 replies.
 
-    All ranks run the same forward passes, with an all-reduce in each. A rank that skipped a pass would add its next one
-    to the others' last. So after a gap in the rounds or any failure, this rank exits, and the group restarts all ranks.
+    Every pass has all-reduces, so a rank that skipped a pass would add its next pass to the others' last. After a gap
+    in the rounds or any failure, this rank exits, and the group restarts all ranks.
     """
 
     def __init__(self, verifier: "ModelVerifier | FeatureSource", *, rank: int, capacity: int, version: int) -> None:
-        """Answer for a rank; its `work` is that of the verifier, once its reply has been sent."""
         self.work: Callable[[], bool] = getattr(verifier, "work", lambda: False)
+        """Called after each reply: sends features, if the verifier has any."""
         self._verifier = verifier
         self._rank = rank
         self._table = PrefixTable(capacity, verifier.release)
@@ -61,7 +61,6 @@ class TargetResponder:
 
 
 def _without_known_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[Verdict]:
-    """Drop the draft tokens that the Router sent; keep only those drawn here."""
     return [
         replace(
             verdict,

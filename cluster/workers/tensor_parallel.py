@@ -1,7 +1,7 @@
 """The torch.distributed world of the target's ranks: a store on rank 0, NCCL on GPUs, gloo on CPU.
 
-Draft worker and Router are not part of it. The store, NCCL and gloo all use the node address that Ray uses, and no
-other. If a rank is lost, its world ends, and the group starts all ranks again in a new one.
+All three use the node address that Ray uses, and no other. A lost rank ends the world, and all ranks start again in a
+new world.
 """
 
 import os
@@ -22,7 +22,7 @@ Address = tuple[str, int]
 
 
 def open_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, Address]:
-    """Open the store of a new world, on a free port of `host` and no other address. Only rank 0 does this."""
+    """Open a new world's store on rank 0; it listens on a free port of the address `host`, on no other address."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.bind((host, 0))
     listener.listen(world_size)
@@ -45,8 +45,7 @@ def join_world(
 ) -> Shard:
     """Enter the world and return this rank's shard of the model.
 
-    `device` is where this rank computes; CUDA without an index is the first GPU.
-    `host` is this node's address, by which NCCL or gloo communicates; a sum waits `timeout_s` for the other ranks.
+    NCCL or gloo communicates by the node's address `host`; a sum waits `timeout_s` for the other ranks.
     """
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":

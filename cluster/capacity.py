@@ -15,7 +15,7 @@ from cluster.ray_core import available_resources_per_node, node_labels_match_sel
 _EPSILON = 1e-6
 
 _PLACED_BEFORE_START = 0.8
-"""Part of the time for a start after which a placement has failed."""
+"""Share of `start_timeout_s` after which a placement has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def missing(group: Iterable[Slot], nodes: Mapping[str, Node]) -> list[str]:
 
 
 def _take(slot: Slot, free: dict[str, Node]) -> bool:
-    """Take a bundle's resources from the node with the fewest GPUs left among those that have room for it."""
+    """Place a bundle on the fitting node with the fewest GPUs left; return False if none fits."""
     fitting = [node for node in free.values() if not slot.shortage(node)]
     if not fitting:
         return False

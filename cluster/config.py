@@ -22,30 +22,24 @@ class GroupConfig:
     """A target over `tensor_parallel_size` ranks, and its draft."""
 
     target: ModelConfig
-    """The model whose text is served."""
     draft: ModelConfig | None = None
-    """The model that the drafting method loads, if it loads one."""
+    """The model that the drafting method loads; None if the method loads none."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """Bounds of the batch, the cache and the draft, settled: `drafting` names the method."""
+    """Settled: `drafting` names the method."""
     run_ahead: RunAhead = "auto"
-    """Whether the draft worker drafts for the likeliest verdicts while the target verifies; auto: where each model has
-    a device or cores of its own."""
+    """Whether the draft worker runs ahead; auto: if each model has a device or cores of its own."""
     draft_pool: bool = False
-    """Whether the draft worker is one of a pool that other groups use, too; then none is placed with the group."""
+    """Whether the draft worker belongs to a pool that other groups share, so that none is placed with this group."""
     tensor_parallel_size: int = 1
-    """Ranks that share the target's weights."""
     target_label_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels that the nodes of the target's ranks and of the Router replica must have."""
     draft_label_selector: Mapping[str, str] = field(default_factory=dict)
-    """Labels that the draft's node must have."""
     round_timeout_s: float = 60.0
-    """Seconds that a round waits for the target, at most, before the target counts as lost; see `RoundTimes`."""
+    """The longest that a round waits before the target counts as lost; see `RoundTimes`."""
     hang_timeout_s: float = 10.0
-    """Seconds for which a worker may not answer a ping before it counts as lost and is replaced."""
+    """A worker that leaves pings unanswered for so long counts as lost, and is replaced."""
     start_timeout_s: float = 600.0
-    """Seconds that placing and loading the workers may take."""
     log_format: LogFormat = "text"
-    """How workers write their log."""
 
     @property
     def method(self) -> Method:
@@ -59,26 +53,21 @@ class GroupConfig:
 
     @property
     def places_draft_worker(self) -> bool:
-        """Whether the group has a draft worker of its own, for which it needs room."""
+        """Whether the group places a draft worker of its own."""
         return self.has_draft_worker and not self.draft_pool
 
     @property
     def overlaps(self) -> tuple[Overlap, ...]:
-        """What the draft worker can do while the target verifies; empty if there is none.
-
-        A round's features are sent when no other round waits, so a head that reads them cannot alternate.
-        """
+        """What the draft worker can do while the target verifies; empty without a draft worker."""
         if not self.has_draft_worker:
             return ()
         ahead: tuple[Overlap, ...] = ("ahead",) if self.run_ahead == "on" else ()
+        # A round's features are sent when no other round waits, so a head that reads them cannot alternate.
         return ("none", *ahead) if self.method.reads_features else ("none", *ahead, "alternate")
 
 
 def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSource | None) -> GroupConfig:
-    """Return the configuration with `run_ahead` off if models of this kind cannot run ahead.
-
-    Raises ModelError if there is no such model, or a setting does not fit the kind of the models.
-    """
+    """Turn `run_ahead` off if such models cannot run ahead; raise ModelError if a setting does not fit their kind."""
     check_kinds(target, draft, config.method)
     if config.run_ahead == "on":
         target.refuse("run_ahead")

@@ -32,21 +32,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DRAFT_TIMEOUT_S = 1.0
-"""How long a round waits for its drafts; many times a round, so only a draft that is lost or starved is late."""
+"""How long a round waits for its drafts: many rounds long, so only a lost or starved draft is late."""
 _FIRST_RETRY_S = 0.5
 _MAX_STARTS = 5
 """How often the target is started before the start of the group fails."""
 _LAST_WORDS_S = 0.5
-"""How long a restart waits to learn why a rank has ended: Ray reports that later than its connection breaks."""
+"""How long a restart waits for Ray's reason why a rank ended, which comes after the connection breaks."""
 
 
 class SpeculationGroup:
-    """The draft worker and the target ranks of one Router replica, and the engine's two roles over them.
+    """The workers of one Router replica, and the engine's two roles over them.
 
-    Belongs to the event loop that started it. The group has started as soon as the target can take rounds. The draft
-    worker joins when it has loaded, and is started again in the background whenever it ends, while decoding continues
-    without it. Target ranks are started again, all of them, when `recover` is called, or if one is killed or hangs
-    while the group starts.
+    A group belongs to the event loop that started it, and has started once the target can take rounds. The draft worker
+    joins when it has loaded; decoding goes on without it whenever it ends.
     """
 
     def __init__(
@@ -87,12 +85,9 @@ class SpeculationGroup:
 
     @classmethod
     async def start(cls, config: GroupConfig, leases: Leases | None = None) -> "SpeculationGroup":
-        """Place and start all workers, in the current placement group or in a new one.
+        """Place and start all workers; without `leases`, a draft worker of the group's own, too.
 
-        The draft worker is one that `leases` gives; without any, the group starts its own.
-
-        Raises ModelError if a model cannot be served, or the two cannot work together; TargetError if the workers could
-        not be placed, or did not start in time.
+        Raises ModelError if the models cannot be served together, TargetError if the workers did not start in time.
         """
         target, draft = open_model(config.target), None if config.draft is None else open_model(config.draft)
         config = await asyncio.to_thread(suited_to_models, config, target, draft)
@@ -121,17 +116,17 @@ class SpeculationGroup:
 
     @property
     def compiling(self) -> CompileProgress | None:
-        """How far the workers' models are, which compile at once where there are cores for it; None if none does."""
-        each = [progress for workers in self._workers for progress in workers.compiling]
-        if not each:
+        """Progress of all compilations, which run side by side; None if no model is being compiled."""
+        compilations = [progress for workers in self._workers for progress in workers.compiling]
+        if not compilations:
             return None
-        done, of, left_s = zip(*each, strict=True)
+        done, of, left_s = zip(*compilations, strict=True)
         return CompileProgress(sum(done), sum(of), max(left_s))
 
     async def recover(self) -> None:
         """Restart all target ranks if any is lost; their KV cache is empty afterwards.
 
-        Raises TargetError if they could not be started, and a retry may succeed; ModelError if they no longer fit.
+        Raises TargetError if they did not start, and a retry may succeed; ModelError if they no longer fit.
         """
         async with self._recovering:
             if self.remote_verifier.is_available:
@@ -149,7 +144,7 @@ class SpeculationGroup:
             logger.info("Target restarted")
 
     async def kill(self, process: str) -> bool:
-        """Kill the draft worker (draft) or the target's first rank (target), if there is one, as a fault would."""
+        """Kill the draft worker ("draft") or the target's first rank, as a fault would; return False if it is gone."""
         if process == "draft":
             return self._lease is not None and self._leases is not None and await self._leases.kill(self._lease)
         if self._target is not None:
@@ -157,7 +152,7 @@ class SpeculationGroup:
         return self._target is not None
 
     async def stop(self) -> None:
-        """Kill all workers and give the resources back; calling it again does nothing."""
+        """Kill all workers and give the resources back; a second call does nothing."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -189,7 +184,6 @@ class SpeculationGroup:
             raise group.exceptions[0] from None
 
     async def _start_first_target(self) -> None:
-        """Start the target, again and again if a rank is killed or hangs; raise WorkerDiedError at last."""
         pause_s = _FIRST_RETRY_S
         for num_starts in range(1, _MAX_STARTS):
             try:
@@ -236,7 +230,6 @@ class SpeculationGroup:
         await keep_lease(self._leases, self._connector, self.remote_drafter, num_rows, taken)
 
     def _introduce(self) -> None:
-        """Have the target send its features to the draft worker, if the drafting method reads them."""
         draft = None if self._own_draft is None else self._own_draft.workers
         if self.config.method.reads_features and self._target and draft and self._lease:
             self._run_in_background(introduce(self._target, draft, self._lease))

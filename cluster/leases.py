@@ -1,4 +1,4 @@
-"""Leases: a group's use of a draft worker, which is its own or serves other groups, too."""
+"""Leases: how a group uses a draft worker, its own or a pool's."""
 
 import asyncio
 import contextlib
@@ -21,44 +21,37 @@ _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 4.0
 _LONGEST_START_RETRY_S = 30.0
 _AVOIDED_S = 30.0
-"""Workers that failed are leased again, although there are others, after one that lasted so long."""
+"""After a lease that lasted so long, workers that failed earlier are leased again."""
 _PING_PERIOD_S = 1.0
 _GRACE_S = 5.0
-"""How long a group whose target has started waits for a draft that loads. Draft and target load at the same time, and
-a smaller model takes less, so it seldom waits at all; but a draft that cannot be served is an error of the start."""
+"""How long a started target waits for its draft to load: a draft that cannot be served must fail the start."""
 
 
 class Leases(Protocol):
     """The draft workers that a group may use."""
 
     async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
-        """Lease a worker to the client with this identity, for rounds of at most `num_rows` requests.
+        """Lease a worker for rounds of up to `num_rows` requests, or go on with the client's lease of that worker.
 
-        A client that leases the same worker again goes on with its lease.
-
-        Args:
-            avoid: the names of workers that failed lately; they are leased only if there is no other.
-
-        Raises TargetError if no worker has room now.
+        Workers that `avoid` names are leased only if there is no other. Raises TargetError if no worker has room.
         """
         ...
 
     async def kill(self, lease: Lease) -> bool:
-        """Kill the worker of a lease, as a fault would; return whether there is one."""
+        """Kill the worker of a lease, as a fault would; return False if it is gone already."""
         ...
 
 
 class OwnDraft:
-    """The leases of a group that has one draft worker to itself, which is started again whenever it ends."""
+    """The lease of a draft worker that serves one group, and is started again whenever it ends."""
 
     def __init__(self, start: Callable[[], Coroutine[None, None, WorkerSet]], hang_timeout_s: float) -> None:
-        """Make the leases of a worker that does not run; `start` starts it, or raises TargetError or ModelError."""
         self.workers: WorkerSet | None = None
         self._start, self._hang_timeout_s = start, hang_timeout_s
         self._has_started = asyncio.Event()
 
     async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
-        """Wait until the worker has started, and lease it; see `Leases`."""
+        """Lease the worker, once it has started."""
         await self._has_started.wait()
         assert self.workers is not None
         lease: Lease
@@ -66,13 +59,13 @@ class OwnDraft:
         return lease
 
     async def kill(self, lease: Lease) -> bool:
-        """Kill the worker; see `Leases`."""
+        """Kill the worker, if it runs."""
         if self.workers is not None:
             self.workers.actors[0].kill.remote()
         return self.workers is not None
 
     async def keep(self, start: asyncio.Task[WorkerSet]) -> None:
-        """Wait for a start of the worker, and start it again whenever that failed or the worker ends; never return."""
+        """Wait for `start`; start the worker again whenever a start fails or the worker ends. Never returns."""
         pause_s = _FIRST_RETRY_S
         while True:
             try:
@@ -93,7 +86,7 @@ class OwnDraft:
 
 
 async def wait_for_draft(start: asyncio.Task[WorkerSet], target: asyncio.Task[None]) -> None:
-    """Wait until a draft worker has started or died, a little longer than for the target; raise its own error."""
+    """Wait for the draft worker, at most `_GRACE_S` longer than the target; raise its error unless it was killed."""
     await asyncio.wait({start, target}, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.wait({start}, timeout=_GRACE_S)
     if not start.done():
@@ -105,12 +98,9 @@ async def wait_for_draft(start: asyncio.Task[WorkerSet], target: asyncio.Task[No
 async def keep_lease(
     leases: Leases, connector: Connector, drafter: RemoteDrafter, num_rows: int, taken: Callable[[Lease], None]
 ) -> None:
-    """Have the drafter use a worker, and another one, if there is one, whenever that fails or is slow; never return.
+    """Lease a worker for the drafter, and another whenever the worker fails or is slow. Never returns.
 
-    Meanwhile rounds go without drafts. A new worker lacks all prefixes, and so it is sent them with the next rows.
-
-    Args:
-        taken: called with every new lease.
+    Rounds go without drafts meanwhile. `taken` is called with every new lease.
     """
     failed, pause_s = set[str](), _FIRST_RETRY_S
     failures: asyncio.Queue[str] = asyncio.Queue()
@@ -137,7 +127,7 @@ async def keep_lease(
                     failed, pause_s = set(), _FIRST_RETRY_S
                 is_new = lease.worker not in failed
                 failed = failed | {lease.worker}
-            if not is_new:  # the longer no worker lasts, the less often they are asked
+            if not is_new:  # ask less often the longer no worker lasts
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
     finally:
@@ -147,7 +137,7 @@ async def keep_lease(
 
 
 async def _use(link: Link, drafter: RemoteDrafter, failures: asyncio.Queue[str]) -> str:
-    """Draft with a leased worker, once it replies to a ping, until it fails; return the reason."""
+    """Draft with a worker, once it replies to a ping, until it fails; return why."""
     while not failures.empty():
         failures.get_nowait()
     try:

@@ -1,7 +1,6 @@
 """MemoryPlan: decides from surveys of devices and models how large the caches of a group's workers are.
 
-The target does not wait for the draft: if the draft will be on the device of one of the target's ranks, this rank
-surveys the draft's model, too, and the plan leaves room for it. A draft on another device surveys that itself.
+The target does not wait for the draft: if both share a device, the target's rank there surveys the draft's model, too.
 """
 
 import asyncio
@@ -13,13 +12,13 @@ from engine.config import EngineConfig
 from engine.execution.memory import CacheSize, Footprint, Survey, plan_cache
 
 Located = tuple[str, Survey]
-"""A node id, and a survey made on that node."""
+"""A node id, and a survey made there."""
 
 
 class MemoryPlan:
-    """Plans before any worker that shares a device has loaded, once for each role.
+    """Plans the caches of each role once, before any worker that shares the device has loaded.
 
-    Restarted workers get as many as before, because the engine's block tables outlive the target's ranks.
+    Restarted workers get caches of the same size, because the engine's block tables outlive the target's ranks.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -31,16 +30,13 @@ class MemoryPlan:
             self._has_target.set()
 
     def knows(self, role: str) -> bool:
-        """Whether the caches of a role are planned, so that its workers need not survey their devices."""
+        """Whether a role is planned, so that its workers need not survey their devices."""
         return role in self._sizes
 
     def plan_target(self, target: Sequence[Located], draft: Sequence[Located]) -> CacheSize:
-        """Plan the target from a survey per rank; return the size of each rank's cache.
+        """Return the size of each rank's cache, from a survey per rank.
 
-        Args:
-            draft: a survey of the draft's model on the device that it shares with a rank; none if it shares none.
-
-        Raises ModelError if the models do not fit on a device.
+        `draft` holds a survey of the draft's model if it shares a rank's device. Raises ModelError if they do not fit.
         """
         if not self.knows("target"):
             length = min(survey.footprint.max_model_len for _, survey in target)
@@ -50,9 +46,9 @@ class MemoryPlan:
         return self._sizes["target"]
 
     async def plan_draft(self, surveys: Sequence[Located]) -> CacheSize:
-        """Wait for the target's plan; return the size of the draft's cache.
+        """Wait for the target's plan, then return the size of the draft's cache.
 
-        Its own survey counts if it shares no device with the target. Raises ModelError if the model does not fit.
+        The surveys count if the draft shares no device with the target. Raises ModelError if the model does not fit.
         """
         await self._has_target.wait()
         if not self.knows("draft"):
@@ -61,7 +57,7 @@ class MemoryPlan:
 
 
 def plan_devices(surveys: Mapping[str, Sequence[Located]], config: EngineConfig) -> dict[str, CacheSize]:
-    """Return the cache of each role: the smallest that fits on any device of its workers; ModelError if none fits."""
+    """Return the size of each role's cache, the smallest over its devices; raise ModelError if none fits."""
     workers: dict[tuple[str, str], list[Footprint]] = defaultdict(list)
     free_bytes: dict[tuple[str, str], int] = {}
     roles: dict[tuple[str, str], set[str]] = defaultdict(set)

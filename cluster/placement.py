@@ -1,13 +1,10 @@
 """Placement: which resources a group requests from Ray, and the options of the actor in each bundle.
 
-Bundle 0 is the Router replica's: Serve places the replica there, and its `ray_actor_options` must fit into it. The
-draft worker's bundle follows, if the group has one of its own, then the target's. Serve takes one strategy for all
-bundles of a replica (`placement_group_strategy`), but a bundle is on one node in any case: the target's ranks share
-one, and a draft that shares a GPU with rank 0 is in that bundle, too. PACK puts everything on one node if it fits. A
-pool's draft workers are replicas of another deployment, each placed by itself.
+Bundle 0 holds the Router replica. The last bundle holds all target ranks, because a bundle is on one node. The
+group's own draft worker has bundle 1, or shares the last bundle with rank 0, on the same GPU. A pool's draft workers
+are replicas of another deployment.
 
-The CPU shares only count towards Ray's totals and do not limit threads. Draft and target take turns on the same cores,
-so a laptop must not need whole cores for each; `num_threads` limits the threads.
+CPU shares count towards Ray's totals but limit no threads: draft and target take turns on the cores of a laptop.
 """
 
 import math
@@ -34,13 +31,13 @@ TARGET_CPUS = 0.4
 STRATEGY = "PACK"
 
 _CPU_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Environment variables of a worker, for OpenMP and torch. An idle worker must not spin on cores that the other model
-needs. Weights on huge pages save page-table walks: a pass over 0.36 billion weights took 0.88 of the time."""
+"""For OpenMP and torch: an idle worker must not spin on cores that the other model needs. Weights on huge pages save
+page-table walks: a pass over 0.36 billion weights took 0.88 of the time."""
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 _ITS_GPU: dict[str, str] = {}
-"""Ray itself shows an actor only the GPUs that it has."""
+"""Ray shows an actor its own GPUs only."""
 _ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""For ranks: GPUs share symmetric memory only if each rank's has another index."""
+"""Symmetric memory needs a different GPU index in each rank, so every rank sees all GPUs."""
 
 
 class PlacementError(TargetError):
@@ -48,12 +45,10 @@ class PlacementError(TargetError):
 
 
 def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
-    """Return the bundles of one group on a cluster with `num_gpus` GPUs.
+    """Return the bundles of a group on a cluster with `num_gpus` GPUs.
 
-    Each worker gets a whole GPU. If the cluster has no GPU left for the draft, draft and rank 0 share one.
-
-    Device "auto" uses the GPUs that are there; without any, all workers run on the CPU. Too few raise PlacementError.
-    Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
+    Each worker gets a whole GPU; if none is left for the draft, the draft shares rank 0's. Device "auto" is the
+    CPU if there is no GPU, and too few raise PlacementError. Device "cuda" waits for nodes that are yet to join.
     """
     size, draft = config.tensor_parallel_size, config.draft if config.places_draft_worker else None
     num_target = size * _is_on_gpu(config.target, num_gpus)
@@ -157,7 +152,7 @@ def pool_options(config: GroupConfig, *, num_gpus: float) -> dict[str, Any]:
 
 
 def rank_beside_draft(config: GroupConfig, group: PlacementGroup) -> int | None:
-    """Return the first target rank on the draft's device, None if it shares none; Ray must have placed the bundles."""
+    """Return the first target rank on the draft's device; None without any. Ray must have placed the bundles."""
     bundles = group.bundle_specs
     if not config.places_draft_worker:
         return None
@@ -184,17 +179,12 @@ def rank_options(config: GroupConfig, group: PlacementGroup, rank: int) -> dict[
 def _actor_options(
     group: PlacementGroup, index: int, num_cpus: float, num_gpus: float, sees: dict[str, str]
 ) -> dict[str, Any]:
-    """Return the Ray options of an actor in a bundle.
-
-    An actor without a GPU must not see one: Ray leaves the node's CUDA_VISIBLE_DEVICES as it is for such actors, and
-    the device "auto" would take the first GPU. Ray does not restart actors: a single rank cannot rejoin the others, and
-    a restart is the group's task.
-    """
     return {
         "num_cpus": num_cpus,
         "num_gpus": num_gpus,
-        "max_restarts": 0,
+        "max_restarts": 0,  # a single rank cannot rejoin the others; the group restarts all
         "max_concurrency": 4,
+        # Ray hides no GPU from an actor without GPUs, and the device "auto" would take it.
         "runtime_env": {"env_vars": _CPU_SETTINGS | (sees if num_gpus else _NO_GPU)},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     }

@@ -1,4 +1,4 @@
-"""Everything that this repository uses of Ray Core without a public interface, and the Ray version it was checked with.
+"""The private parts of Ray Core that this repository uses, and the Ray version they were checked with.
 
 An upgrade of Ray is a review of this file and of `deployments/ray_internals.py`, which has Serve's part.
 """
@@ -23,14 +23,10 @@ __all__ = [
 ]
 
 CHECKED_RAY = "2.60"
-"""The minor version of Ray whose private parts were checked."""
 
 
 def this_machine() -> tuple[dict[str, float], dict[str, str]]:
-    """Return the resources and the labels that this machine has when Ray starts on it.
-
-    torch could count GPUs, too, but takes seconds to import.
-    """
+    """Return the resources and labels that this machine has when Ray starts on it, without torch's slow import."""
     present, visible = Nvidia.get_current_node_num_accelerators(), Nvidia.get_current_process_visible_accelerator_ids()
     resources = {"CPU": get_num_cpus(), "GPU": float(present if visible is None else min(present, len(visible)))}
     accelerator_type = Nvidia.get_current_node_accelerator_type() if resources["GPU"] else None

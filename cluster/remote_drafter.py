@@ -1,8 +1,4 @@
-"""RemoteDrafter: the engine's Drafter over a link to a draft worker.
-
-If the worker fails, the round goes without drafts: the failure is counted by reason, and the worker is not used again
-until the next `connect`.
-"""
+"""RemoteDrafter: the engine's Drafter over a link to a draft worker."""
 
 import itertools
 import logging
@@ -37,16 +33,13 @@ _REASONS: dict[type, str] = {DeadlineError: "timeout", MalformedMessageError: "m
 
 
 class RemoteDrafter:
-    """Proposes through a draft worker in another process; returns empty drafts if the worker fails.
+    """Proposes through a draft worker; if it fails, drafts are empty until the next `connect`.
 
     `fallbacks` counts rounds without drafts by reason: `absent` (no worker, or its connection is lost), `timeout`,
     `prefix_missing`, `malformed`, `failure` (reported by the worker).
-
-    A worker that runs ahead is sent requests before they need drafts.
     """
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
-        """Make a drafter without a worker; `vocab_size` may be set later, before the first round."""
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
         self.unprepared: dict[str, int] = {}
@@ -61,13 +54,9 @@ class RemoteDrafter:
         self._times = DraftTimes()
         self._on_failure: Callable[[str], None]
         self.is_available = False
-        """Whether the next round will request drafts."""
 
     def connect(self, link: Link, on_failure: Callable[[str], None]) -> None:
-        """Use a worker until it fails; `on_failure` then gets the reason.
-
-        A worker behind another link than the last one holds no prefixes yet.
-        """
+        """Use a worker until it fails; `on_failure` then gets the reason. Behind a new link it holds no prefixes."""
         if link is not self._link:
             self._link, self._times = link, DraftTimes()
             self._num_hits = self._num_misses = 0
@@ -79,7 +68,7 @@ class RemoteDrafter:
         self.is_available = False
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return one draft per row; all are empty if the worker is absent, late or sends an invalid reply."""
+        """Return a draft per row; all are empty if the worker is absent, late or sends an invalid reply."""
         if not any(row.runs_ahead or row.num_draft_tokens for row in rows):
             return [NO_DRAFT] * len(rows)
         link = self._link
@@ -137,7 +126,6 @@ class RemoteDrafter:
         return reply
 
     def _observe(self, stats: "RunAheadStats") -> None:
-        """Record the growth of the worker's counters in this round."""
         num_misses = sum(stats.misses.values())
         if num_misses > self._num_misses:
             self.calls.num_misses += 1

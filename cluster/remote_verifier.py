@@ -15,13 +15,9 @@ from engine.protocols import Verdict, VerifyRow
 
 
 class RemoteVerifier:
-    """Verifies through the target's ranks: all get the same requests in the same order, and rank 0 replies.
-
-    A round may be sent before the one before it has ended; the ranks compute them in order.
-    """
+    """Sends all ranks the same rounds in the same order; rank 0 replies. A round may be sent before the last reply."""
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
-        """Make a verifier without ranks; `timeout_s` is the longest that a round may take; see `RoundTimes`."""
         self.calls = Calls()
         self.unprepared: dict[str, int] = {}
         self.vocab_size = vocab_size
@@ -33,7 +29,7 @@ class RemoteVerifier:
         self._times = RoundTimes()
         self._sending = asyncio.Lock()
         self._due_s: dict[int, float] = {}
-        """By round: how long each round in flight may take by itself."""
+        """Per round without a reply, how long it may take by itself."""
         self._replied_s = 0.0
 
     @property
@@ -44,8 +40,7 @@ class RemoteVerifier:
     def connect(self, links: Sequence[Link]) -> None:
         """Use new ranks, rank 0 first, which hold no prefixes yet.
 
-        Their links must call `disconnect` when a connection breaks. Ranks above 0 never reply, so no call would notice
-        that a request to them was lost; all ranks must be restarted then.
+        Their links must call `disconnect` when a connection breaks, which no call notices: ranks above 0 never reply.
         """
         self._links = list(links)
         self._due_s = {}
@@ -60,7 +55,7 @@ class RemoteVerifier:
             link.close(reason)
 
     def verify(self, rows: Sequence[VerifyRow]) -> Coroutine[Any, Any, list[Verdict]]:
-        """Return one verdict per row; it is empty if the row's request ends before the row is sent.
+        """Return a verdict per row, empty if the row's request ended before the row was sent.
 
         Raises TargetError if a rank is lost or late, or sent an invalid reply; all ranks must be restarted.
         """
@@ -92,11 +87,11 @@ class RemoteVerifier:
         self._acknowledged.release(request_id)
 
     async def _exchange(self, links: list[Link], rows: Sequence[VerifyRow]) -> tuple[Sequence[VerifyRow], AnyReply]:
-        """Send the rows whose requests have not ended; return those, and the reply."""
+        """Send the rows whose requests have not ended; return these rows and the reply."""
         async with self._sending:  # or a rank could get two rounds in the wrong order
             if not links or links is not self._links:
                 raise PeerGoneError(self._lost)
-            # A round that was sent before this one may have the blocks of a request that has ended.
+            # An earlier round may have taken the blocks of a request that has ended.
             rows = [row for row in rows if self._acknowledged.awaits(row.request)]
             if not rows:
                 return rows, Verdicts(self._round, links[0].version, 0.0, [], self.unprepared)

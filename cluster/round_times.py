@@ -9,7 +9,7 @@ from engine.protocols import VerifyRow
 _NUM_ROUNDS, _FACTOR, _LEAST_S = 8, 20, 5.0
 _MAX_SHAPES = 1024
 _DRAFT_FACTOR, _LEAST_DRAFT_S = 4, 0.2
-"""The least is longer than a garbage collection, or whatever else may stop a healthy process for a moment."""
+"""`_LEAST_DRAFT_S` is longer than a garbage collection or any other pause of a healthy process."""
 _NUM_DRAFTS = 16
 
 Shape = tuple[object, ...]
@@ -17,12 +17,12 @@ Shape = tuple[object, ...]
 
 @dataclass(slots=True)
 class Calls:
-    """Counters of the rounds that called a worker, since the start.
+    """Counters of the rounds that called a worker.
 
     Attributes:
-        wait_s: seconds from the calls to their replies.
-        compute_s: of these, the seconds that the worker computed; for a target, rank 0.
-        num_hits, num_misses: rounds whose drafts a run-ahead worker had all prepared, and all other rounds.
+        compute_s: of `wait_s`, the seconds that the worker computed; for a target, rank 0.
+        num_hits: rounds whose drafts run-ahead had all prepared.
+        num_misses: rounds that lacked a prepared draft.
     """
 
     wait_s: float = 0.0
@@ -36,12 +36,11 @@ class Calls:
 
 
 class RoundTimes:
-    """Measured rounds by their shape, since the target's ranks started; the deadline of the next follows from them.
+    """Measured rounds by their shape; the deadline of the next round follows from them.
 
-    A round must end within the configured timeout until eight of its shape were measured; then within 20 times the
-    longest of the last eight, but never less than 5 s or more than the timeout. So whatever is larger than all before
-    it, or may be the first to compile a kernel, gets the whole timeout. A round with a part of a prompt has no shape:
-    prompts differ in size, and the first pass of a request may compile its grammar.
+    The first eight rounds of a shape get the whole timeout, because they may compile kernels. Later rounds get 20 times
+    the longest of the last eight, but at least 5 s. A round with a part of a prompt has no shape: prompts differ in
+    size, and the first pass of a request may compile its grammar.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class RoundTimes:
         return min(timeout_s, max(_LEAST_S, _FACTOR * max(seconds)))
 
     def observe(self, shape: Shape | None, seconds: float) -> None:
-        """Record a round; of many shapes, those that were not seen for the longest time are forgotten."""
+        """Record a round; of too many shapes, forget the least recent."""
         if shape is None:
             return
         self._seconds[shape] = rounds = self._seconds.pop(shape, None) or deque(maxlen=_NUM_ROUNDS)
@@ -65,10 +64,7 @@ class RoundTimes:
 
 
 def shape_of(rows: Sequence[VerifyRow]) -> Shape | None:
-    """Return all that decides which kernels a round runs, and how long; None if it computes a part of a prompt.
-
-    Contexts count by powers of two, and rows by what is drawn for them.
-    """
+    """Return what decides which kernels a round runs, and how long; None if it computes a part of a prompt."""
     lengths, longest, kinds = [], 0, set()
     for row in rows:
         if row.start < row.request.prompt_length:
@@ -88,7 +84,7 @@ class DraftTimes:
         self._waits: deque[float] = deque(maxlen=_NUM_DRAFTS)
 
     def deadline_s(self, limit_s: float) -> float:
-        """Return the seconds that drafts may take: 4 times the longest of recent waits, but 0.2 s or more."""
+        """Return the seconds that drafts may take: 4 times the longest recent wait, but at least 0.2 s."""
         if len(self._waits) < _NUM_ROUNDS:
             return limit_s
         return min(limit_s, max(_LEAST_DRAFT_S, _DRAFT_FACTOR * max(self._waits)))

@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FIRST_ANSWER_S = 30.0
-"""How long a worker's process may take to start and answer; only after that can a hang be told from slow imports."""
+"""How long a worker's process may take to start and answer: until then, a hang looks like slow imports."""
 _PING_PERIOD_S = 1.0
 _DEATH_NOTICE_S = 0.5
 """How long Ray may take to report that a worker was killed, after another rank has failed because of that."""
 
 
 class WorkerDiedError(TargetError):
-    """A worker's process ended or hung while it started, not by its own code; another start may succeed."""
+    """A worker was killed or hung while it started, so another start may succeed."""
 
 
 @dataclass(slots=True)
 class WorkerSet:
-    """Workers that are started together and killed together, each with a cache of one size."""
+    """Workers that start and end together, with caches of one size."""
 
     name: str
     actors: list[Any]
@@ -51,7 +51,7 @@ class WorkerSet:
     async def start(self, config: GroupConfig, load: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Wait for the workers' processes, load, and have them serve; kill them if any of that fails.
 
-        Raises ModelError if the model cannot be served, WorkerDiedError if one was killed or hangs, or TargetError.
+        Raises ModelError for an unfit model, WorkerDiedError if a worker was killed or hung, else TargetError.
         """
         try:
             await self._begin(config)
@@ -110,7 +110,7 @@ class WorkerSet:
                 task.cancel()
 
     async def _wait_for_silence(self, hang_timeout_s: float) -> str:
-        """Ping the workers until one does not answer; a process that hangs in a pass of its model answers."""
+        """Ping until a worker does not answer; a worker whose pass hangs still answers."""
         while True:
             await asyncio.sleep(_PING_PERIOD_S)
             pings = [actor.ping.remote() for actor in self.actors]
@@ -131,7 +131,7 @@ class WorkerSet:
 
 
 async def start_draft(config: GroupConfig, placement: PlacementGroup, plan: MemoryPlan) -> WorkerSet:
-    """Start the group's own draft worker and wait until it has loaded; raises as `WorkerSet.start`."""
+    """Start the group's own draft worker and wait until it has loaded; raise what `WorkerSet.start` raises."""
     assert config.draft is not None, "every method of a draft worker loads a model"
     draft, limit_s = config.draft, config.start_timeout_s
     actor = ray.remote(DraftWorker).options(**draft_options(config, placement))
@@ -157,9 +157,9 @@ async def start_target(
     plan: MemoryPlan,
     on_break: OnBreak,
 ) -> WorkerSet:
-    """Start all ranks of the target, in a new torch.distributed world, and wait until all have loaded.
+    """Start all target ranks in a new torch.distributed world, and wait until they have loaded.
 
-    `on_break` is called when the connection to any rank breaks; raises as `WorkerSet.start`.
+    `on_break` is called when the connection to a rank breaks. Raises what `WorkerSet.start` raises.
     """
     size, timeout_s = config.tensor_parallel_size, config.start_timeout_s
     actor = ray.remote(TargetWorker)
@@ -187,10 +187,7 @@ async def start_target(
 
 
 async def introduce(target: WorkerSet, draft: WorkerSet, lease: Lease) -> None:
-    """Have the target send its features to the draft worker under a lease.
-
-    If either dies meanwhile, its next start introduces them again.
-    """
+    """Have the target send its features under a lease; if either dies meanwhile, its next start calls this again."""
     rank, worker = target.actors[0], draft.actors[0]
     try:
         [identity] = await results([rank.feature_identity.remote()])
@@ -219,7 +216,7 @@ async def results(references: list[Awaitable[T]]) -> list[T]:
 
 
 async def _death_among(answers: Sequence[asyncio.Future[T]]) -> ray.exceptions.RayActorError | None:
-    """Return why one of the ranks has died; the others fail as soon as they lose it, before Ray reports its death."""
+    """Return a rank's death once Ray reports it: the other ranks fail earlier, as soon as they lose that rank."""
     await asyncio.wait(answers, timeout=_DEATH_NOTICE_S)
     errors = [answer.exception() for answer in answers if answer.done()]
     return next((error for error in errors if isinstance(error, ray.exceptions.RayActorError)), None)
@@ -236,7 +233,7 @@ async def _outcome(reference: Awaitable[None]) -> str:
 
 
 def _reason(error: ray.exceptions.RayError) -> str:
-    """Return why Ray says that a process ended: the text after the actor's details, without Ray's guesses."""
+    """Return why a process ended, in Ray's words: without the actor's details and Ray's guesses."""
     first, *lines = str(error).splitlines() or [""]
     if not isinstance(error, ray.exceptions.ActorDiedError):
         return first

@@ -173,7 +173,7 @@ class SpeculationGroup:
         try:
             async with asyncio.TaskGroup() as tasks:
                 target = tasks.create_task(self._start_first_target())
-                if self._draft_source is not None and self.config.has_draft_worker:
+                if self._draft_source is not None:
                     tasks.create_task(asyncio.to_thread(shared_tokens, self.target_source, self._draft_source))
                     self._run_in_background(self._keep_lease())
                     if self._own_draft is not None:

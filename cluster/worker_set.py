@@ -80,9 +80,9 @@ class WorkerSet:
         surveys = await results([self.actors[rank].survey.remote(model, world_size) for rank in ranks])
         return list(zip([self.processes[rank].node_id for rank in ranks], surveys, strict=True))
 
-    async def load(self, *arguments: Any, **options: Any) -> None:
+    async def load(self, *arguments: Any) -> None:
         """Have every worker load."""
-        self.loaded = await results([actor.load.remote(*arguments, **options) for actor in self.actors])
+        self.loaded = await results([actor.load.remote(*arguments) for actor in self.actors])
 
     async def while_answering(self, hang_timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine while the workers answer pings; raise WorkerDiedError after a silence of `hang_timeout_s`."""

@@ -163,7 +163,7 @@ async def test_a_wrong_reply_becomes_an_empty_draft(make, reason):
     assert drafter.fallbacks == {reason: 1}
 
 
-async def test_a_drafter_that_raises_is_a_failure_and_goes_on(caplog):
+async def test_a_drafter_that_raises_is_a_failure_and_goes_on():
     side = DraftSide()
     side.echo.propose = None
     assert await side.propose(propose_row("a", [1])) == [[]]

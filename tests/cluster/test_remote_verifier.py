@@ -53,14 +53,14 @@ async def test_every_rank_runs_every_round_and_rank_0_decides():
     assert side.verifier.unprepared == dict(PREPARATION.counts)
 
 
-async def test_every_rank_learns_where_the_states_of_a_row_are():
+async def test_every_rank_learns_the_slot_of_a_row():
     """A number that every rank counts by itself would be wrong after a lost round."""
     side = TargetSide()
-    states = [SlotRow(3, 0), SlotRow(3, 3, 2, ((64, 5), (128, 6))), None]
-    for length, state in enumerate(states, 3):
-        await side.verifier.verify([replace(verify_row("a", [1] * length), state=state)])
+    slots = [SlotRow(3, 0), SlotRow(3, 3, 2, ((64, 5), (128, 6))), None]
+    for length, slot in enumerate(slots, 3):
+        await side.verifier.verify([replace(verify_row("a", [1] * length), slot=slot)])
     for verifier in side.verifiers:
-        assert [row.state for (row,) in verifier.seen] == states
+        assert [row.slot for (row,) in verifier.seen] == slots
 
 
 async def test_ranks_that_evicted_a_prefix_are_told_again():

@@ -106,9 +106,8 @@ async def test_a_lease_ends_when_its_router_is_silent_and_leaves_its_room_to_oth
         await links[1].call(ping(lively, number))
         return worker.num_leases == 1
 
-    while not await is_alone():
+    while not (await is_alone() and breaks):  # a worker without messages ends no lease
         pass
-    await wait_for(lambda: breaks)
     assert not worker._queue.cache.prefixes
     assert (await links[1].call(propose(lively, 10**6))).drafts[0].token_ids
     for link in links:

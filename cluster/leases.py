@@ -1,7 +1,6 @@
 """Leases: how a group uses a draft worker, its own or a pool's."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -140,12 +139,21 @@ async def _use(link: Link, drafter: RemoteDrafter, failures: asyncio.Queue[str])
     """Draft with a worker, once it replies to a ping, until it fails; return why."""
     while not failures.empty():
         failures.get_nowait()
+    failure = asyncio.create_task(failures.get())
     try:
-        while await drafter.replies(link):
+        while True:
+            # A round that failed is not kept waiting for the reply to a ping.
+            ping = asyncio.create_task(drafter.replies(link))
+            await asyncio.wait({ping, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                ping.cancel()
+                return failure.result()
+            if not ping.result():
+                return "it did not answer a ping"
             drafter.connect(link, failures.put_nowait)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PING_PERIOD_S):
-                    return await failures.get()
-        return "it did not answer a ping"
+            await asyncio.wait({failure}, timeout=_PING_PERIOD_S)
+            if failure.done():
+                return failure.result()
     finally:
+        failure.cancel()
         drafter.disconnect()

@@ -207,9 +207,10 @@ class DraftWorker(Worker):
         return is_working
 
     def _forget_ended(self) -> None:
-        if len(leased := self._leased) == len(self._leases):
+        if len(self._leased) == len(self._leases):
             return
         with self._lock:
+            leased = self._leased  # again, because a lease may have been given meanwhile
             for version, held in list(self._leases.items()):
                 if held not in leased:
                     logger.info("Lease %d ended", version)

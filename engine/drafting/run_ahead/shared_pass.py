@@ -1,7 +1,7 @@
-"""Shared passes: the passes of several drafters over one model and one cache, launched as one.
+"""Shared passes: the passes of several drafters over one model and one cache, launched as a single pass.
 
-A pass of a small model reads its weights, be it for one row or for a hundred. So drafters of several groups of
-requests, which run ahead at the same time, take little longer together than one alone.
+A small model's pass mostly reads its weights, so several drafters' passes together take little longer than a single
+pass.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from engine.stats.preparation import PREPARATION
 
 
 def advance_together(drafters: Sequence[PassesAhead], max_rows: int) -> None:
-    """Launch the next pass of the first drafter, and with it those of others, up to so many rows.
+    """Launch the first drafter's next pass together with other drafters' passes, of at most `max_rows` in all.
 
-    A pass that a drafter launches by itself is not shared. Nothing may be under way on the device, and the drafters'
-    caches must be settled.
+    If a drafter launches its pass itself, nothing else is launched. No pass may be under way, and the caches must be
+    settled.
     """
     clock = drafters[0].clock
     started, num_prepared = clock(), PREPARATION.counts.total()
@@ -45,7 +45,7 @@ def advance_together(drafters: Sequence[PassesAhead], max_rows: int) -> None:
 
 
 def run_together(passes: Sequence[Pass]) -> list[Drawn]:
-    """Launch passes as one, and return what each draws; all must fit together."""
+    """Launch passes together, and return each pass's draws; all must have the same `_shape`."""
     if len(passes) == 1:
         return [passes[0].run()]
     draws = [one.draws for one in passes if one.draws is not None]
@@ -68,7 +68,7 @@ def _fits(candidate: Pass, others: Sequence[Pass], max_rows: int) -> bool:
 
 
 def _shape(one: Pass) -> tuple[int, bool] | None:
-    """Return what passes must have in common to be launched as one; None of a pass that shares with no other."""
+    """Return what passes must have in common to be launched together; None if a pass cannot be shared."""
     (group, *others), batch = one.batch.paged.groups, one.batch
     if others or one.draws is None or batch.added is not None:
         return None
@@ -78,7 +78,6 @@ def _shape(one: Pass) -> tuple[int, bool] | None:
 
 
 def _joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:
-    """Return one batch of the rows of several, a group each, of one length."""
     groups = [batch.paged.groups[0] for batch in batches]
     starts = accumulate((len(batch.token_ids) for batch in batches), initial=0)
     indices = [batch.logit_indices + start for batch, start in zip(batches, starts, strict=False)]
@@ -94,13 +93,13 @@ def _joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:
         extra=_stacked(extra) if extra else None,
     )
     kv = batches[0].paged.kv
-    # Those of a drafter's first pass are on the host, those of later ones where they were drawn.
+    # Tokens of a drafter's first pass are on the host, later tokens on the device.
     tokens = torch.cat([batch.token_ids.to(kv.keys[0].device, non_blocking=True) for batch in batches])
     return ForwardBatch(tokens, torch.cat(indices), PagedContext(kv, [group]))
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors row after row, padded with zeros to one width: block 0, or place 0, which each token sees."""
+    """Pad to one width with zeros: block 0, or place 0, to which every token attends anyway."""
     width = max(tensor.shape[-1] for tensor in tensors)
     return torch.cat([F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors])
 

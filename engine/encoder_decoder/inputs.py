@@ -84,7 +84,7 @@ class InputPasses(PassExtras):
 
     def num_tokens(self, added: EncoderInputs | None) -> int:
         """Return how many tokens a pass encodes."""
-        return 0 if added is None else sum(len(each.token_ids) for each in added.inputs)
+        return 0 if added is None else sum(len(encoder_input.token_ids) for encoder_input in added.inputs)
 
     def _of(self, lengths: Sequence[int]) -> GroupInputs:
         return GroupInputs(torch.tensor(lengths, dtype=torch.int64, device=self._device))

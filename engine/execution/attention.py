@@ -190,7 +190,7 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     blocks = group.blocks.flatten()
     key, value = (as_bytes(cache).index_select(0, blocks).view(cache.dtype).to(query.dtype) for cache in (keys, values))
     if is_shared:
-        key, value = (one.expand(-1, -1, len(query), -1) for one in (key, value))
+        key, value = (tensor.expand(-1, -1, len(query), -1) for tensor in (key, value))
     return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
 
 
@@ -198,7 +198,7 @@ def attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | N
     """Attend within a prompt's first chunk, without the KV cache: [heads, n, d] -> [n, heads, d]."""
     copies = query.shape[0] // key.shape[0]
     if copies > 1:  # a view for one kv head, else a copy
-        key, value = (one.unsqueeze(1).expand(-1, copies, -1, -1).flatten(0, 1) for one in (key, value))
+        key, value = (tensor.unsqueeze(1).expand(-1, copies, -1, -1).flatten(0, 1) for tensor in (key, value))
     output = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)
     return output[0].transpose(0, 1)
 

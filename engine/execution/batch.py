@@ -99,11 +99,11 @@ def _common_length(lengths: Sequence[int]) -> int:
     longest = max(lengths, default=0)
     if longest <= MAX_GROUPED_LENGTH:
         return longest
-    most = _PADDING * sum(lengths)
+    max_tokens = _PADDING * sum(lengths)
     fitting = (
         length
         for length in range(min(longest, _MAX_LENGTH), 0, -1)
-        if sum(-(-count // length) for count in lengths) * length <= most
+        if sum(-(-count // length) for count in lengths) * length <= max_tokens
     )
     return next(fitting)
 
@@ -115,31 +115,31 @@ def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -
     """
     device = kv.input_device
     width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
-    parts = [(row, slice(first, first + length)) for row in rows for first in range(0, len(row.token_ids), length)]
+    spans = [(row, slice(first, first + length)) for row in rows for first in range(0, len(row.token_ids), length)]
     # Padding tokens attend to one place, so that their softmax is finite.
     columns = [
-        *(padded(row.token_ids[part], length, 0) for row, part in parts),
-        *(padded(positions(row)[part], length, 0) for row, part in parts),
-        *(padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
-        *(padded(limits(row)[part], length, row.input_length + 1) for row, part in parts),
+        *(padded(row.token_ids[span], length, 0) for row, span in spans),
+        *(padded(positions(row)[span], length, 0) for row, span in spans),
+        *(padded(range(row.start, row.start + len(row.token_ids))[span], length, -1) for row, span in spans),
+        *(padded(limits(row)[span], length, row.input_length + 1) for row, span in spans),
     ]
     # One tensor, because making each takes microseconds, and on a GPU a copy.
     numbers = array("q", itertools.chain.from_iterable(columns)).tobytes()
-    fields = [numbers, *_tables([row.block_ids for row, _ in parts], width)]
+    fields = [numbers, *_tables([row.block_ids for row, _ in spans], width)]
     packed = torch.frombuffer(bytearray().join(fields), dtype=torch.int64).to(device)
-    size = len(parts) * length
-    tokens, group_positions, places, group_limits = packed[: 4 * size].view(4, len(parts), length)
+    size = len(spans) * length
+    tokens, group_positions, places, group_limits = packed[: 4 * size].view(4, len(spans), length)
     branches = any(row.parents is not None for row in rows)
     return tokens, Group(
         start=start,
-        rows=len(parts),
+        rows=len(spans),
         length=length,
-        blocks=packed[4 * size :].view(len(parts), width),
+        blocks=packed[4 * size :].view(len(spans), width),
         positions=group_positions,
         places=places,
         limits=group_limits,
         extra=torch.tensor(seen_nodes(rows, length), dtype=torch.int64, device=device) if branches else None,
-        is_prompt_start=len(parts) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
+        is_prompt_start=len(spans) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
     )
 
 

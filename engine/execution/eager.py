@@ -126,10 +126,10 @@ class EagerBackend:
             self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, input_length, prompt_length=2, slot=first)], kv))
             step = build([ForwardRow([0], 2, [1], 1, None, input_length, slot=then)], kv)
             self.logits(step)
-            own = range(self.model.kv_shape.layers)  # the rest are a head's
+            model_layers = range(self.model.kv_shape.layers)  # the rest are a head's
             if not isinstance(self.model.head, type(self.model.module)) and sorted(
-                i for i in step.paged.layers if i in own
-            ) != [*own]:
+                i for i in step.paged.layers if i in model_layers
+            ) != [*model_layers]:
                 raise RuntimeError("not every layer attends once in a pass")
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error

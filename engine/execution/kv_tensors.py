@@ -100,14 +100,14 @@ class KVTensors:
         self.values: list[Tensor] = []
         self._sizes, head_sizes = shape.sizes, head_shape.sizes if head_shape else ()
         for sizes in (self._sizes, head_sizes):
-            unused: dict[Sizes, list[tuple[Tensor, ...]]] = {one: [] for one in sizes}
-            for one, count in self._stacks(sizes):
-                heads, *dims = one
+            unused: dict[Sizes, list[tuple[Tensor, ...]]] = {layer_sizes: [] for layer_sizes in sizes}
+            for layer_sizes, count in self._stacks(sizes):
+                heads, *dims = layer_sizes
                 stacks = [like.new_zeros((count, *blocks, heads, dim)) for dim in dims]
                 self._stacked += stacks
-                unused[one] += zip(*stacks, strict=True)
-            for one in sizes:
-                key, value = unused[one].pop(0)
+                unused[layer_sizes] += zip(*stacks, strict=True)
+            for layer_sizes in sizes:
+                key, value = unused[layer_sizes].pop(0)
                 self.keys.append(key)
                 self.values.append(value)
         self._num_own = 2 * len(self._stacks(self._sizes))
@@ -117,7 +117,7 @@ class KVTensors:
 
     def _stacks(self, sizes: Sequence[Sizes]) -> list[tuple[Sizes, int]]:
         """Return each tensor's layer size and number of layers, in the order of `_stacked`."""
-        return [*Counter(sizes).items()] if self.has_stacks else [(one, 1) for one in sizes]
+        return [*Counter(sizes).items()] if self.has_stacks else [(layer_sizes, 1) for layer_sizes in sizes]
 
     def first_layers(self, count: int, num_with_slots: int = 0) -> Self:
         """Return the cache of the first layers, in the same memory; a head's states are in it only with all layers.

@@ -164,7 +164,7 @@ class RowStates:
             return self._past.matrices[layer].index_select(0, self._members)
         state = kept.matrices.index_select(0, self._sources)
         for fold, step in enumerate(self._fold_steps):
-            update = Update(*(part[self._sources, fold] for part in kept.updates))
+            update = Update(*(stored[self._sources, fold] for stored in kept.updates))
             state = updated(state, _masked(update, step.active))
             self._keep(kept, step, state, update)
         return state
@@ -206,8 +206,8 @@ class RowStates:
             kept.matrices.index_copy_(0, slots, state.index_select(0, rows))
         if step.drafted is not None:
             rows, slots, nodes = step.drafted
-            for part, new in zip(kept.updates, update, strict=True):
-                part[slots, nodes] = new[rows]
+            for stored, new in zip(kept.updates, update, strict=True):
+                stored[slots, nodes] = new[rows]
         for row, slot in step.saved:
             kept.matrices[slot] = state[row]
 
@@ -279,7 +279,7 @@ def _masked(update: Update, active: Tensor | None) -> Update:
     if active is None:
         return update
     # Inactive rows keep their states. `right` is masked, too: a stale entry may be infinite.
-    return Update(update.decay.where(active, 1.0), *(part.where(active, 0.0) for part in update[1:]))
+    return Update(update.decay.where(active, 1.0), *(factor.where(active, 0.0) for factor in update[1:]))
 
 
 def _cut(inputs: Tensor, starts: Tensor, length: int) -> Tensor:

@@ -70,15 +70,15 @@ class StateSlots(BlockPool, RowExtras):
         shared, source = num_blocks * self._kv_block_size, None
         while num_blocks and (source := self.take(digests[num_blocks - 1])) is None:
             num_blocks -= step
-        own = self.allocate(1)
-        if own is None and source is not None:  # `source` may be the last free slot, and no other may become free
+        new_slots = self.allocate(1)
+        if new_slots is None and source is not None:  # `source` may be the last free slot, and no other may become free
             self.free([source])
             num_blocks, source = 0, None
-            own = self.allocate(1)
-        if own is None:
+            new_slots = self.allocate(1)
+        if new_slots is None:
             return None
         place = num_blocks * self._kv_block_size
-        self._held[id(request)] = _Held(own[0], source or 0, place, shared)
+        self._held[id(request)] = _Held(new_slots[0], source or 0, place, shared)
         return num_blocks
 
     def release(self, request: Request) -> None:

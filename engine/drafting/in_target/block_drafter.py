@@ -31,9 +31,9 @@ class BlockDrafter(TokenDrawer):
     draws_chains = False
 
     def __init__(self, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None) -> None:
-        other, seen_kv = backend.beside(head_model, kv)
-        super().__init__(DraftModel(other, grammars=grammars), seen_kv, config)
-        self._head = cast("Any", other.model.module)
+        head_backend, seen_kv = backend.beside(head_model, kv)
+        super().__init__(DraftModel(head_backend, grammars=grammars), seen_kv, config)
+        self._head = cast("Any", head_backend.model.module)
         self._reducer = backend.reducer
         # A longer row may be cut, and its parts would not attend to each other.
         longest = MAX_GROUPED_LENGTH - self._head.num_unread

@@ -39,12 +39,12 @@ class TargetChainDrafter(TokenDrawer):
         num_ranked: int | None = None,
     ) -> None:
         """Keep `num_ranked` tokens of each draw; `part` is passed to `Backend.beside`."""
-        other, self.kv = backend.beside(part, kv)
+        part_backend, self.kv = backend.beside(part, kv)
         # All ranks need each token before the next pass, and drafts that branch are not drawn as chains.
         self.draws_chains = backend.reducer is None and num_ranked is None
-        self.draft_model = DraftModel(other, grammars=grammars)
+        self.draft_model = DraftModel(part_backend, grammars=grammars)
         super().__init__(self.draft_model, self.kv, config, ranks=num_ranked is not None, num_ranked=num_ranked)
-        head = other.model.head
+        head = part_backend.model.head
         self._least_tokens = 1 + (head.attends_from if head is not None else 0)
         self._reducer = backend.reducer
         self.decides = True

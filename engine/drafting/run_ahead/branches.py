@@ -176,7 +176,7 @@ class Branches:
 
     def paths(self) -> list[list[list[int]]]:
         """Return, per context and branch, the tokens between the tip and the next draw."""
-        drawn = [one.tokens for one in self._drawn]
+        drawn = [step.tokens for step in self._drawn]
         rows = iter(torch.stack(drawn, -1).tolist()) if drawn else itertools.repeat([])
         return [
             [[*context.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in verdicts]

@@ -220,7 +220,7 @@ class RunAheadDrafter(PassesAhead):
             drawn.append(tips)
 
         yield Pass(self._drawer, batch, draws, runs, take)
-        (tips,) = (one.ranking for one in drawn)
+        (tips,) = (draw.ranking for draw in drawn)
         assert tips is not None
         self._predictor.rank(contexts, tips)
         for context in contexts:

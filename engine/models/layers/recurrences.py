@@ -98,9 +98,9 @@ class Mamba2(ByChunk):
 
     def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         x, step, b, c = inputs
-        given: dict[str, Any] = {"chunk_size": self.chunk, "D": self.d, "dt_bias": self.bias, "dt_limit": self.limits}
+        fixed: dict[str, Any] = {"chunk_size": self.chunk, "D": self.d, "dt_bias": self.bias, "dt_limit": self.limits}
         flags = {"dt_softplus": True, "return_final_states": True}
-        return self.by_chunk(x, step, self.a, b, c, initial_states=state, **given, **flags)
+        return self.by_chunk(x, step, self.a, b, c, initial_states=state, **fixed, **flags)
 
 
 def _unit_vectors(vectors: Tensor, heads: int) -> Tensor:

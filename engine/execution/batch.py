@@ -92,10 +92,7 @@ def _is_short(row: ForwardRow) -> bool:
 
 
 def _common_length(lengths: Sequence[int]) -> int:
-    """Return the largest length of a group's rows that needs little padding; longer rows are cut.
-
-    Padding takes as long as tokens, and several groups would take several compiled passes, or passes without a graph.
-    """
+    """Return the largest length of a group's rows with little padding, because padding takes as long as tokens."""
     longest = max(lengths, default=0)
     if longest <= MAX_GROUPED_LENGTH:
         return longest
@@ -109,12 +106,10 @@ def _common_length(lengths: Sequence[int]) -> int:
 
 
 def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -> tuple[Tensor, Group]:
-    """Return the tokens [rows, length] of some rows and their group.
-
-    A longer row takes several rows of the group, because a pass writes all keys and values before any token attends.
-    """
+    """Return the group of some rows and its tokens [rows, length]; a longer row continues in further rows."""
     device = kv.input_device
     width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
+    # Rows can be cut, because a pass writes all keys and values before any token attends.
     spans = [(row, slice(first, first + length)) for row in rows for first in range(0, len(row.token_ids), length)]
     # Padding tokens attend to one place, so that their softmax is finite.
     columns = [
@@ -171,7 +166,7 @@ def next_tokens(
         added: `ForwardBatch.added` of the pass before.
 
     Returns:
-        A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
+        A function that makes a step's batch of the step, from 0, and its token ids [rows].
     """
     device = kv.input_device
     blocks = block_tensor(tables, device)

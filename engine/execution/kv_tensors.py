@@ -33,18 +33,12 @@ class PassExtras:
     def begin(self, rows: Sequence[ForwardRow], kv: "KVTensors", *, carries: bool) -> tuple[Sequence[ForwardRow], Any]:
         """Return the rows to compute token by token, and the `ForwardBatch.added` of their pass.
 
-        Args:
-            carries: the pass hands its states to the passes after it, and leaves the slots unchanged.
+        If the pass `carries`, it hands its states to the next passes, and leaves the slots unchanged.
         """
         return rows, None
 
     def of_group(self, rows: Sequence[ForwardRow], members: Sequence[int], length: int, added: Any) -> Any:
-        """Return the `Group.added` of a group of rows, padded to `length`.
-
-        Args:
-            members: the rows' indices in their pass.
-            added: the pass's.
-        """
+        """Return the `Group.added` of rows padded to `length`; `members` are their indices in the pass."""
         return None
 
     def of_next(self, lengths: Sequence[int], added: Any) -> Any:
@@ -88,9 +82,9 @@ class KVTensors:
         """Allocate zeros: a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
 
         Args:
-            like: has the number format and the device of keys and values.
-            head_shape: the layers of a head, behind the model's own; None without a head.
-            states_like: [state_size] the format of a head's states.
+            like: has the dtype and the device of keys and values.
+            head_shape: a head's layers, which follow the model's; None without a head.
+            states_like: [state_size] has the dtype and the device of a head's states.
         """
         self.block_size = block_size
         self.input_device = like.device

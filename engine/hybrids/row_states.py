@@ -26,9 +26,8 @@ class RowPlan:
 
     Attributes:
         start: the place of the first token in the context.
-        length: number of tokens without padding.
         num_committed: number of tokens before the draft.
-        num_scanned: number of the prompt's tokens, which are computed in chunks.
+        num_scanned: number of first tokens that are computed in chunks: the prompt's.
         parents: of the draft's tokens, if it branches; None for a chain.
     """
 

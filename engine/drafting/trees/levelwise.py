@@ -1,7 +1,7 @@
 """LevelwiseDrafter: drafts a tree for every request of a batch, one forward pass for each level.
 
-A node's keys and values follow the committed tokens, in the order of computation. Accepted nodes' entries are moved to
-their final slots when the next proposal brings the committed tokens.
+A node's keys and values follow the committed tokens, in the order of computation. The next proposal moves accepted
+nodes' entries to their final slots.
 """
 
 from abc import ABC, abstractmethod

@@ -47,7 +47,7 @@ def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[
     """Give each layer the index of its state, or of its keys and values, and replace the functions that it calls.
 
     Returns:
-        The states' sizes in order of layers, and the tokens per chunk of a prompt; 0 without linear layers.
+        The states' sizes in order of layers, and the tokens per chunk of a prompt (0 without linear layers).
 
     Raises:
         ModelError: the layers differ from the configuration, or pass no keywords to their functions.

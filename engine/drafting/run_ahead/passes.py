@@ -134,7 +134,7 @@ class PassesAhead(ABC):
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a draft per row; empty if the context or the cache is full."""
         arrived = self.clock()
-        self._is_mid_pass = self._launched is not None and self._backend.is_busy  # not with another cohort's pass
+        self._is_mid_pass = self._launched is not None and self._backend.is_busy  # not with another lease's pass
         self._launched = None
         with torch.inference_mode():
             self.settle()

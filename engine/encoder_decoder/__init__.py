@@ -1,5 +1,5 @@
 """How does an encoder's output get into the cache of a decoder?
 
-In reading order: `model_kind` (which models, and what they refuse), `t5` (these models over a paged cache), `inputs`
-(what an input adds to passes) and `input_rows` (what it adds to the schedule).
+In reading order: `model_kind` (which models, and what they refuse), `t5` (models over a paged cache), `inputs` (what an
+input adds to passes) and `input_rows` (how inputs are scheduled).
 """

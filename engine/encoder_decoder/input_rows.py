@@ -1,4 +1,4 @@
-"""InputRows: an encoder's input is in one row, whose tokens all see each other, with the token that starts the text."""
+"""InputRows: an encoder's input is scheduled in one row, together with the token that starts the text."""
 
 from engine.blocks.row_extras import RowExtras
 from engine.config import EngineConfig, ModelInfo
@@ -6,10 +6,10 @@ from engine.protocols import Request
 
 
 class InputRows(RowExtras):
-    """Schedules inputs whole; one may exceed the remaining budget, because the encoder computes it in its own pass."""
+    """Schedules whole inputs; an input may exceed the budget, because the encoder computes it in its own pass."""
 
     def __init__(self, _config: EngineConfig, _target: ModelInfo) -> None:
-        """Make what nothing depends on."""
+        """Take the arguments of every `RowExtras`."""
 
     def row_length(self, request: Request, start: int, length: int) -> int:
         """Return the length of a row; see `RowExtras`."""

@@ -1,4 +1,4 @@
-"""InputPasses: an encoder's inputs in passes, which encode them first, and the masks of a decoder's two attentions."""
+"""InputPasses: the encoder's inputs of passes, and the masks of a decoder's two attentions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from engine.execution.kv_tensors import KVTensors, PassExtras, slots_of
 
 
 class EncoderInput(NamedTuple):
-    """An input that a pass encodes: its token ids, [n] int64, and the slots of their keys and values, [n]."""
+    """An input to encode: its token ids, [n] int64, and the slots of its keys and values, [n]."""
 
     token_ids: Tensor
     slots: Tensor
 
 
 class EncoderInputs(NamedTuple):
-    """The inputs that a pass encodes, and the length of every row's input, encoded now or before."""
+    """The inputs that a pass encodes, and the length of each row's input."""
 
     inputs: list[EncoderInput]
     lengths: list[int]
@@ -28,14 +28,14 @@ class EncoderInputs(NamedTuple):
 
 @dataclass(slots=True)
 class GroupInputs:
-    """The inputs of a group's rows: `lengths` [rows] are their places at the start of each context."""
+    """The inputs of a group's rows: each context starts with `lengths` [rows] tokens of input."""
 
     lengths: Tensor
     _cross_mask: Tensor | None = None
     _biased_mask: tuple[Tensor, Tensor, Tensor] | None = None
 
     def cross_mask(self, group: Group, like: Tensor, block_size: int) -> Tensor:
-        """Return the additive mask [rows, 1, 1, context] that shows an input's tokens only."""
+        """Return the additive mask [rows, 1, 1, context] that shows only the input's tokens."""
         if self._cross_mask is None:
             places = torch.arange(group.blocks.shape[1] * block_size, device=group.blocks.device)
             visible = places < self.lengths.unsqueeze(-1)
@@ -43,14 +43,13 @@ class GroupInputs:
         return self._cross_mask
 
     def biased_mask(self, group: Group, bias: Tensor, block_size: int) -> Tensor:
-        """Return the additive mask [rows, heads, length, context] of a decoder's own tokens.
+        """Return the additive mask [rows, heads, length, context] of the decoder's self-attention.
 
-        The rows are chains: each token attends up to its own place. Layers that share a bias share the mask. Only the
-        last one is kept, because it is large and every layer may have another bias.
+        Layers with the same bias share the mask. Only the last mask is kept, because masks are large.
 
         Args:
             bias: [heads, distances] added to a score by the distance between two tokens; longer distances have the
-                last (Raffel et al., arXiv:1910.10683, section 2.1).
+                last bias (Raffel et al., arXiv:1910.10683, section 2.1).
         """
         if self._biased_mask is None or self._biased_mask[0] is not bias or self._biased_mask[1] is not group.limits:
             self._biased_mask = None
@@ -71,7 +70,7 @@ class InputPasses(PassExtras):
     def begin(
         self, rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool
     ) -> tuple[Sequence[ForwardRow], EncoderInputs]:
-        """Return the rows without their inputs, and these; see `PassExtras`."""
+        """Return the rows without their inputs, and the inputs; see `PassExtras`."""
         inputs = [_input(row, kv) for row in rows if row.start < row.input_length]
         return [_without_input(row) for row in rows], EncoderInputs(inputs, [row.input_length for row in rows])
 
@@ -85,7 +84,7 @@ class InputPasses(PassExtras):
 
     def num_tokens(self, added: EncoderInputs | None) -> int:
         """Return how many tokens a pass encodes."""
-        return 0 if added is None else sum(len(each.token_ids) for each in added.inputs)
+        return 0 if added is None else sum(len(encoder_input.token_ids) for encoder_input in added.inputs)
 
     def _of(self, lengths: Sequence[int]) -> GroupInputs:
         return GroupInputs(torch.tensor(lengths, dtype=torch.int64, device=self._device))

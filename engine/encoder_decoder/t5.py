@@ -1,10 +1,8 @@
 """Encoder-decoders of the T5 family, whose encoder's output lies in the same KV cache as the decoder's tokens.
 
-A request's context is the encoder's input, the token that starts the text, and the text. In every layer of the cache,
-the encoder's tokens have their keys and values for cross-attention, the decoder's tokens theirs for self-attention. So
-a request has one block table, planned, allocated and preempted like any other.
-
-The encoder runs once, over one whole input at a time. The decoder's passes are flat and paged, as in `attention`.
+A request's context is the encoder's input, the token that starts the text, and the text. In each layer of the cache,
+input tokens have keys and values for cross-attention, and text tokens for self-attention. So a request has one block
+table, like any other request. The encoder runs over one whole input at a time.
 """
 
 from collections.abc import Callable
@@ -25,8 +23,8 @@ _ATTENTION_NAME = "paceline-decoder"
 class EncoderDecoderLM(CausalLM):
     """A loaded encoder-decoder.
 
-    The keys and values of cross-attention are computed from the encoder's output, so the decoder's layers lose their
-    projections for them. Its self-attention passes on a table of biases by distance in place of a bias for every pair.
+    Keys and values of cross-attention are computed when an input is encoded, so these projections move out of the
+    decoder's layers. Self-attention passes on a table of biases by distance in place of a bias for every pair.
     """
 
     loaded_by = AutoModelForSeq2SeqLM
@@ -58,7 +56,7 @@ class EncoderDecoderLM(CausalLM):
         config: Any = self.module.config
         if not len(batch.token_ids):
             return torch.empty(0, config.vocab_size, device=batch.token_ids.device)
-        # Tells the layers to call cross-attention; its content does not matter, as keys and values are in the cache.
+        # Makes the layers call cross-attention; its content is unused, because keys and values are in the cache.
         placeholder = torch.zeros(1, 1, config.num_heads * config.d_kv, device=batch.token_ids.device)
         logits: Tensor = self.module(
             decoder_input_ids=batch.token_ids.unsqueeze(0),
@@ -70,7 +68,6 @@ class EncoderDecoderLM(CausalLM):
         return logits[0]
 
     def _encode(self, token_ids: Tensor, slots: Tensor, paged: Any) -> None:
-        """Run the encoder, and write the keys and values of every layer's cross-attention to the slots."""
         module: Any = self.module
         hidden = module.encoder(input_ids=token_ids.unsqueeze(0)).last_hidden_state[0]
         heads = (module.config.num_heads, module.config.d_kv)
@@ -80,7 +77,7 @@ class EncoderDecoderLM(CausalLM):
 
 
 def bias_by_distance(attention: Any) -> Tensor:
-    """Return [heads, distances] the biases between a token and those before it; all longer distances have the last."""
+    """Return the biases by distance between two tokens, [heads, distances]; longer distances have the last bias."""
     longest = attention.relative_attention_max_distance
     bias: Tensor = attention.compute_bias(1, longest + 1, past_seen_tokens=longest)
     return bias[0, :, 0].flip(-1)
@@ -91,7 +88,7 @@ def _constant(tensor: Tensor) -> Callable[..., Tensor]:
 
 
 def _keep_tokens_with_logits(_: nn.Module, __: object, kwargs: dict[str, Any], output: Any) -> Any:
-    """Drop the decoder's other outputs, before the head computes logits from them."""
+    """Drop the decoder's other outputs, so that the head computes no logits from them."""
     output.last_hidden_state = output.last_hidden_state[:, kwargs["logit_indices"]]
     return output
 
@@ -105,7 +102,6 @@ def _attention(
     position_bias: Tensor,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `paged_attention` does, to the input or, with a bias by distance, to the text."""
 
     def masking(group: Any, like: Tensor, block_size: int) -> Tensor:
         if module.is_causal:

@@ -1,7 +1,7 @@
 """Paged attention, whose masks let drafts branch.
 
-A forward pass is a flat sequence of tokens in groups: one group of all short rows (decoding and drafts, padded to one
-length), and one per prefill chunk. Each group has its block tables and its mask.
+A forward pass is a flat sequence of tokens in groups: a group of all short rows (decoding and drafts, padded to one
+length), and a group per prefill chunk.
 """
 
 from dataclasses import dataclass, field
@@ -15,8 +15,7 @@ from engine.execution.kv_tensors import KVTensors, as_bytes, slots_of, stored, w
 from engine.models.layers.layer_attention import AttentionParams
 
 _MAX_PACKED = 32
-"""In latent attention, all heads of rows of up to this many tokens are queries of one product; a mask of longer rows
-would take too much memory."""
+"""In latent attention, all heads of rows up to this length share one product; longer rows' masks are too large."""
 
 
 @dataclass(slots=True)
@@ -25,13 +24,13 @@ class Group:
 
     Attributes:
         start: index of the group's first token in the batch.
-        length: tokens per row, padding included.
-        blocks: [rows, width] the block tables.
+        length: tokens per row, including padding.
+        blocks: [rows, width] block tables.
         positions: [rows, length] for the rotary embedding.
         places: [rows, length] index in the row's context of each token's keys and values; -1 is padding (block 0).
         limits: [rows, length] each token attends to the places before its limit.
         extra: [rows, length, x] more places that each token attends to, if drafts branch; None for chains.
-            A window never hides these places, so it must be longer than the draft is deep.
+            A window must be longer than the draft is deep.
         is_prompt_start: whether the group is the first chunk of a prompt without cached tokens.
         added: what the kind of cache adds to the group; see `PassExtras`.
     """
@@ -49,7 +48,7 @@ class Group:
     _masks: dict[tuple[int | None, int | None, int, bool, int], Tensor] = field(default_factory=dict)
 
     def mask(self, params: AttentionParams, copies: int, like: Tensor, block_size: int) -> Tensor:
-        """Return the additive mask [rows, 1, copies * length, context], cached per kind for the forward pass."""
+        """Return the additive mask [rows, 1, copies * length, context], cached for the forward pass."""
         key = (params.window, params.chunk, params.first, params.sees_row, copies)
         if key not in self._masks:
             context = self.blocks.shape[1] * block_size
@@ -61,7 +60,7 @@ class Group:
 
     @property
     def tokens(self) -> slice:
-        """The group's tokens in the batch."""
+        """Indices of the group's tokens in the batch."""
         return slice(self.start, self.start + self.rows * self.length)
 
     def limits_of(self, params: AttentionParams) -> Tensor:
@@ -70,14 +69,14 @@ class Group:
 
     @property
     def parents(self) -> Tensor:
-        """The place of the token before each token, [rows, length]; -1 for the first of a context."""
+        """The place of each token's predecessor, [rows, length]; -1 for a context's first token."""
         before = self.positions - 1
         if self.extra is None:
             return before
         # A node's path ends with its parent and itself; the first node of a path follows the committed tip.
         depths = self.positions - self.limits + 1
         index = (depths - 2).clamp(0, self.extra.shape[-1]).long().unsqueeze(-1)
-        nodes = F.pad(self.extra, (0, 1)).gather(-1, index).squeeze(-1)  # compiled passes have chains without columns
+        nodes = F.pad(self.extra, (0, 1)).gather(-1, index).squeeze(-1)  # in compiled passes, chains have no columns
         return torch.where(depths > 1, nodes, before)
 
 
@@ -97,7 +96,7 @@ def additive_mask(
     if chunk is not None:
         starts = (positions - positions % chunk).unsqueeze(-1)
         visible = visible & (places >= starts)
-        if extra is not None:  # a node is at another place than its position: those of a path follow the tip's
+        if extra is not None:  # a node's place is not its position: the positions on a path follow the tip's
             path = limits.unsqueeze(-1) + torch.arange(extra.shape[-1], device=extra.device)
             extra = extra.where((path >= starts) & (path <= positions.unsqueeze(-1)), context)
             visible = F.pad(visible, (0, 1)).scatter(-1, extra, True)[..., :-1]
@@ -112,7 +111,7 @@ def additive_mask(
 
 @dataclass(slots=True)
 class PagedContext:
-    """The context of eager passes: attends group by group with torch's operators."""
+    """The context of eager passes, which attends group by group."""
 
     kv: KVTensors
     groups: list[Group]
@@ -140,7 +139,7 @@ class PagedContext:
         for group in self.groups:
             tokens = group.tokens
             sees_all = all(bound is None or group.length <= bound for bound in (params.window, params.chunk))
-            is_exact = keys.dtype == key.dtype  # otherwise a prompt's text would depend on what is cached of it
+            is_exact = keys.dtype == key.dtype  # otherwise texts would depend on what is cached
             if group.is_prompt_start and sees_all and params.is_plain and is_exact and not params.first:
                 output = attend_to_self(query[:, tokens], key[:, tokens], value[:, tokens], params.scaling)
             else:
@@ -149,7 +148,7 @@ class PagedContext:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor | None = None) -> None:
-        """Write keys and values of a layer to the batch's slots or to others, [tokens]; see `AttentionContext`."""
+        """Write a layer's keys and values to the batch's slots or to `slots` [tokens]; see `AttentionContext`."""
         slots = self.slots if slots is None else slots
         write_slots(self.kv.keys[layer], slots, key)
         if self.kv.values[layer].shape[-1]:
@@ -180,7 +179,7 @@ class PagedContext:
 
 
 def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
-    """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
+    """Attend to blocks: [heads, rows * length, d] -> [rows * length, heads, d]."""
     copies, block_size = query.shape[0] // keys.shape[2], keys.shape[1]
     if is_shared := values is keys and group.length > _MAX_PACKED:
         copies = 1
@@ -191,15 +190,15 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     blocks = group.blocks.flatten()
     key, value = (as_bytes(cache).index_select(0, blocks).view(cache.dtype).to(query.dtype) for cache in (keys, values))
     if is_shared:
-        key, value = (one.expand(-1, -1, len(query), -1) for one in (key, value))
+        key, value = (tensor.expand(-1, -1, len(query), -1) for tensor in (key, value))
     return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
 
 
 def attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Causal attention within a prompt's first chunk, without the KV cache. [heads, n, d] -> [n, heads, d]."""
+    """Attend within a prompt's first chunk, without the KV cache: [heads, n, d] -> [n, heads, d]."""
     copies = query.shape[0] // key.shape[0]
-    if copies > 1:  # a view of one head, a copy of more
-        key, value = (one.unsqueeze(1).expand(-1, copies, -1, -1).flatten(0, 1) for one in (key, value))
+    if copies > 1:  # a view for one kv head, else a copy
+        key, value = (tensor.unsqueeze(1).expand(-1, copies, -1, -1).flatten(0, 1) for tensor in (key, value))
     output = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)
     return output[0].transpose(0, 1)
 
@@ -207,17 +206,16 @@ def attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | N
 def attend_to_gathered(
     rows: int, length: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams
 ) -> Tensor:
-    """Attend to gathered blocks.
-
-    For grouped-query attention, the query heads of one kv head become more queries, so that keys are not copied.
+    """Attend to gathered blocks; the query heads of a kv head become more queries, so that keys are not copied.
 
     Args:
         query: [heads, rows * length, d].
-        key, value: the rows' blocks in order, [..., kv_heads, d]; values may have another size.
-        mask: [rows, 1, copies * length, context], which has the window in it.
+        key: the rows' blocks in order, [..., kv_heads, d].
+        value: likewise; its d may differ, and is the output's.
+        mask: [rows, 1, copies * length, context].
 
     Returns:
-        [rows * length, heads, d] of the values' size.
+        [rows * length, heads, d].
     """
     heads, _, head_dim = query.shape
     kv_heads, value_dim = value.shape[-2:]
@@ -237,12 +235,7 @@ def attend_to_gathered(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
-    """Attend with a soft cap on scores or with sinks, which torch's operator lacks.
-
-    Args:
-        query, key, value: [rows, kv_heads, n, d].
-        params: its sinks are [kv_heads, queries].
-    """
+    """Attend with a soft cap or sinks [kv_heads, queries], which torch lacks; query: [rows, kv_heads, n, d]."""
     scale = query.shape[-1] ** -0.5 if params.scaling is None else params.scaling
     scores = (query @ key.transpose(-1, -2)).float() * scale
     if params.softcap is not None:

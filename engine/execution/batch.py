@@ -15,13 +15,12 @@ from engine.execution.forward_row import ForwardRow, limits, padded, positions, 
 from engine.execution.kv_tensors import KVTensors
 
 MAX_GROUPED_LENGTH = 16
-"""Rows of up to this many tokens, those of their draft but one not counted, form one group; others are prefill chunks.
-"""
+"""Rows with up to this many tokens besides their draft form one group; other rows are prefill chunks."""
 MAX_DRAFT_LENGTH = 64
 _MAX_LENGTH = 24
-"""Tokens of a row of that group, at most; a longer draft goes on in further rows. GPUs have graphs for such lengths."""
+"""Maximal length of that group's rows, for which GPUs have graphs; a longer draft continues in further rows."""
 _PADDING = 1.25
-"""Tokens of a group in which rows are cut, padding included, over those without it, at most."""
+"""Maximal ratio of a group's tokens with padding to its tokens without, if rows are cut."""
 
 
 @dataclass(slots=True)
@@ -31,10 +30,9 @@ class ForwardBatch:
     Attributes:
         token_ids: [tokens] int64; may be empty.
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
-        paged: the inputs of the attention function.
         added: what the kind of cache adds to the pass; see `PassExtras`.
-        needs_logits: whether the caller reads logits or scores; if not, a backend may return tokens only, and ranks
-            that compute a slice of the vocabulary each do not gather them. All ranks must say the same.
+        needs_logits: whether the caller reads logits or scores; if not, a backend may return only tokens, and ranks
+            need not gather their slices of the vocabulary. It must be equal on all ranks.
     """
 
     token_ids: Tensor
@@ -45,7 +43,7 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the pass computes, padding included."""
+        """Number of tokens that the pass computes, including padding."""
         return len(self.token_ids) + self.paged.kv.extras.num_tokens(self.added)
 
     @property
@@ -57,8 +55,7 @@ class ForwardBatch:
 def build(rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool = False) -> ForwardBatch:
     """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order.
 
-    Args:
-        carries: the pass leaves what it adds to slots to the passes after it, and the slots as they are.
+    `carries`: see `PassExtras.begin`.
     """
     rows, added = kv.extras.begin(rows, kv, carries=carries)
     short = [i for i, row in enumerate(rows) if row.token_ids and _is_short(row)]
@@ -90,71 +87,64 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool = False) -
 
 
 def _is_short(row: ForwardRow) -> bool:
-    """Return whether a row decodes, or has little left of its prompt."""
     length = len(row.token_ids)
     return length - max(row.num_logits, 1) < MAX_GROUPED_LENGTH and length <= MAX_GROUPED_LENGTH + MAX_DRAFT_LENGTH
 
 
 def _common_length(lengths: Sequence[int]) -> int:
-    """Return the length of a group's rows; longer ones are cut.
-
-    Several groups would take several compiled passes, or none, and padding a long draft's neighbours takes as long as
-    computing them. So this is the largest length that needs little padding.
-    """
+    """Return the largest length of a group's rows with little padding, because padding takes as long as tokens."""
     longest = max(lengths, default=0)
     if longest <= MAX_GROUPED_LENGTH:
         return longest
-    most = _PADDING * sum(lengths)
+    max_tokens = _PADDING * sum(lengths)
     fitting = (
         length
         for length in range(min(longest, _MAX_LENGTH), 0, -1)
-        if sum(-(-count // length) for count in lengths) * length <= most
+        if sum(-(-count // length) for count in lengths) * length <= max_tokens
     )
     return next(fitting)
 
 
 def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -> tuple[Tensor, Group]:
-    """Return the tokens [rows, length] of some rows and their group.
-
-    A row with more tokens takes several rows of the group: a pass writes all keys and values before any token attends.
-    """
+    """Return the group of some rows and its tokens [rows, length]; a longer row continues in further rows."""
     device = kv.input_device
     width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
-    parts = [(row, slice(first, first + length)) for row in rows for first in range(0, len(row.token_ids), length)]
+    # Rows can be cut, because a pass writes all keys and values before any token attends.
+    spans = [(row, slice(first, first + length)) for row in rows for first in range(0, len(row.token_ids), length)]
     # Padding tokens attend to one place, so that their softmax is finite.
     columns = [
-        *(padded(row.token_ids[part], length, 0) for row, part in parts),
-        *(padded(positions(row)[part], length, 0) for row, part in parts),
-        *(padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
-        *(padded(limits(row)[part], length, row.input_length + 1) for row, part in parts),
+        *(padded(row.token_ids[span], length, 0) for row, span in spans),
+        *(padded(positions(row)[span], length, 0) for row, span in spans),
+        *(padded(range(row.start, row.start + len(row.token_ids))[span], length, -1) for row, span in spans),
+        *(padded(limits(row)[span], length, row.input_length + 1) for row, span in spans),
     ]
-    # One tensor, because each takes microseconds to make, and on a GPU a copy.
+    # One tensor, because making each takes microseconds, and on a GPU a copy.
     numbers = array("q", itertools.chain.from_iterable(columns)).tobytes()
-    fields = [numbers, *_tables([row.block_ids for row, _ in parts], width)]
+    fields = [numbers, *_tables([row.block_ids for row, _ in spans], width)]
     packed = torch.frombuffer(bytearray().join(fields), dtype=torch.int64).to(device)
-    size = len(parts) * length
-    tokens, group_positions, places, group_limits = packed[: 4 * size].view(4, len(parts), length)
+    size = len(spans) * length
+    tokens, group_positions, places, group_limits = packed[: 4 * size].view(4, len(spans), length)
     branches = any(row.parents is not None for row in rows)
     return tokens, Group(
         start=start,
-        rows=len(parts),
+        rows=len(spans),
         length=length,
-        blocks=packed[4 * size :].view(len(parts), width),
+        blocks=packed[4 * size :].view(len(spans), width),
         positions=group_positions,
         places=places,
         limits=group_limits,
         extra=torch.tensor(seen_nodes(rows, length), dtype=torch.int64, device=device) if branches else None,
-        is_prompt_start=len(parts) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
+        is_prompt_start=len(spans) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
     )
 
 
 def _tables(tables: Sequence[Sequence[int]], width: int) -> list[bytes]:
-    """Return the rows of a tensor [rows, width] of block tables as bytes, which are faster to copy than numbers."""
+    """Return block tables as bytes of `width` int64 each, because bytes are faster to copy than numbers."""
     return [block_table(table)[:width].tobytes().ljust(width * 8, b"\0") for table in tables]
 
 
 def block_tensor(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return block tables as a tensor [rows, width] of at least one column, padded with block 0."""
+    """Return block tables as a tensor [rows, width], width at least 1, padded with block 0."""
     width = max(1, *map(len, tables))
     return torch.frombuffer(bytearray().join(_tables(tables, width)), dtype=torch.int64).view(-1, width).to(device)
 
@@ -167,16 +157,16 @@ def next_tokens(
     max_length: int,
     added: Any = None,
 ) -> Callable[[int, Tensor], ForwardBatch]:
-    """Prepare `steps` passes that append one token per row all at once, so that the device never waits for the host.
+    """Prepare `steps` passes that append a token per row, all at once, so that the device never waits for the host.
 
     Args:
         tables: the rows' block tables; tokens beyond the end of a table are written to block 0.
-        lengths: the rows' context lengths; the first pass writes there.
-        max_length: the model's context length; positions of surplus tokens are clamped to it.
-        added: that of the pass before these.
+        lengths: the rows' context lengths before the first pass.
+        max_length: the model's context length, to which positions of surplus tokens are clamped.
+        added: `ForwardBatch.added` of the pass before.
 
     Returns:
-        A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
+        A function that makes a step's batch of the step, from 0, and its token ids [rows].
     """
     device = kv.input_device
     blocks = block_tensor(tables, device)

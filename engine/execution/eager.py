@@ -24,7 +24,7 @@ class EagerBackend:
     cache: ClassVar[type[KVTensors]] = KVTensors
 
     def __init__(self, model: CausalLM) -> None:
-        """Run the model on two tokens, to fail at load if it cannot be served.
+        """Try the model on a few tokens.
 
         Raises:
             ModelError: the model needs an unsupported attention feature, or does not fit into memory.
@@ -43,7 +43,7 @@ class EagerBackend:
         return self.gathered(batch, PassOutput(logits, scores, self.model.best_ids(scores)))
 
     def gathered(self, batch: ForwardBatch, output: PassOutput) -> PassOutput:
-        """Return a pass's output with the whole vocabulary's logits and scores, if the batch needs them."""
+        """Gather the whole vocabulary's logits and scores, if the batch needs them."""
         reducer = self.model.vocab_reducer
         if reducer is None or not batch.needs_logits:
             return output
@@ -59,7 +59,7 @@ class EagerBackend:
         return False
 
     def wait(self) -> None:
-        """Wait until every launched pass is over; on a CPU, `run` itself has waited."""
+        """Wait until every launched pass is over; on a CPU, `run` has waited already."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -81,7 +81,7 @@ class EagerBackend:
             if (kind := kind_of(self.info)) is not None:
                 kv.extras = make_pass_extras(kind, self.model, num_slots, depth)
         except RuntimeError as error:
-            if self.device.type != "cpu":  # a GPU may still hold the memory of a process that has just ended
+            if self.device.type != "cpu":  # on a GPU, a process that has just ended may still hold memory
                 raise
             problem = f"{self.info.name}: the memory has no room for {num_blocks:,} KV blocks of {block_size} tokens"
             raise ModelError(f"{problem}; lower num_blocks or num_states") from error
@@ -102,7 +102,7 @@ class EagerBackend:
         """Do nothing: eager passes need no preparation."""
 
     def enter_thread(self) -> None:
-        """Make this thread ready to run passes: each thread of a process has a current GPU of its own."""
+        """Make this thread ready to run passes, because each thread has its own current GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -117,7 +117,7 @@ class EagerBackend:
 
     @torch.inference_mode()
     def _try(self) -> None:
-        """Run two tokens through every layer, so that unsupported attention features raise here and not in a round."""
+        """Run a prompt and a step, so that unsupported attention features raise at load."""
         name = type(self.model.module).__name__
         try:
             kv = self.allocate_kv(2, 16, 2)
@@ -126,10 +126,10 @@ class EagerBackend:
             self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, input_length, prompt_length=2, slot=first)], kv))
             step = build([ForwardRow([0], 2, [1], 1, None, input_length, slot=then)], kv)
             self.logits(step)
-            own = range(self.model.kv_shape.layers)  # a head has others
+            model_layers = range(self.model.kv_shape.layers)  # the rest are a head's
             if not isinstance(self.model.head, type(self.model.module)) and sorted(
-                i for i in step.paged.layers if i in own
-            ) != [*own]:
+                i for i in step.paged.layers if i in model_layers
+            ) != [*model_layers]:
                 raise RuntimeError("not every layer attends once in a pass")
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error

@@ -1,7 +1,6 @@
-"""ForwardRow: the tokens that a pass computes for one request, their positions and what each of them attends to.
+"""ForwardRow: the tokens that a pass computes for a request, their positions, and what they attend to.
 
-A draft may branch: then its nodes lie side by side in the context, and each attends to the committed tokens and to the
-nodes of its own path.
+If a draft branches, its nodes lie side by side in the context; each attends to the committed tokens and to its path.
 """
 
 from collections.abc import Sequence
@@ -17,13 +16,12 @@ class ForwardRow:
     Attributes:
         token_ids: committed tokens, then the draft's nodes.
         start: index of the first token in the request's context.
-        block_ids: the request's block table; one that `block_table` made is copied fastest.
+        block_ids: the request's block table; the result of `block_table` is copied fastest.
         num_logits: how many of the last tokens need logits.
-        parents: those of the last `len(parents)` tokens, a draft that branches; None for a chain.
-        input_length: see `Request`; none of its drafts branches.
+        parents: of the last tokens, a draft that branches; None for a chain.
+        input_length: see `Request`; if it is not 0, no draft branches.
         num_draft_tokens: how many of the last tokens are a draft.
-        prompt_length: the context's first tokens.
-        slot: where the row has what its cache keeps beside keys and values, if that needs slots.
+        slot: what a kind of cache keeps beside keys and values, if that needs slots.
     """
 
     token_ids: Sequence[int]
@@ -46,7 +44,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def positions(row: ForwardRow) -> Sequence[int]:
-    """Return each token's position; in a draft that branches this is not its place in the context."""
+    """Return each token's position, which is not its place in the context if the draft branches."""
     end = row.start + len(row.token_ids)
     if row.parents is None:
         return range(row.start, end)
@@ -55,7 +53,7 @@ def positions(row: ForwardRow) -> Sequence[int]:
 
 
 def limits(row: ForwardRow) -> Sequence[int]:
-    """Return each token's attention limit: committed tokens up to themselves, nodes up to the tip."""
+    """Return each token's attention limit: committed tokens see up to themselves, nodes up to the tip."""
     end = row.start + len(row.token_ids)
     if row.parents is None:
         return range(row.start + 1, end + 1)
@@ -64,7 +62,7 @@ def limits(row: ForwardRow) -> Sequence[int]:
 
 
 def seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[Sequence[int]]]:
-    """Return the places of each token's path in its draft, itself included, padded with 0, in rows of a length."""
+    """Return the places of each token's path in its draft (its own included), padded with 0: [rows, length, x]."""
     paths: list[list[int]] = []
     for row in rows:
         parents = row.parents or ()
@@ -80,5 +78,5 @@ def seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[Sequence[in
 
 
 def padded(values: Sequence[int], length: int, filler: int) -> Sequence[int]:
-    """Return values with fillers behind them, up to a length."""
+    """Append `filler` up to a length."""
     return values if len(values) == length else [*values, *[filler] * (length - len(values))]

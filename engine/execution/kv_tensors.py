@@ -1,4 +1,4 @@
-"""KVTensors: the keys and values of every layer in blocks, and what else a cache holds of contexts."""
+"""KVTensors: the keys and values of every layer in blocks, and what else a cache holds."""
 
 import copy
 from collections import Counter
@@ -14,17 +14,17 @@ from engine.protocols import SlotRow
 
 FP8 = torch.float8_e4m3fn
 Sizes = tuple[int, int, int]
-"""Heads of a layer's cache, and the sizes of a key and of a value."""
+"""Heads of a layer's cache, key size and value size."""
 FP8_MAX = torch.finfo(FP8).max
 """Larger keys and values become this."""
 
 
 class PassExtras:
-    """What a kind of cache adds to the passes over it; a plain one, keys and values alone, adds nothing.
+    """What a kind of cache adds to passes; a cache of keys and values alone adds nothing.
 
     Attributes:
-        cuts_rows: whether a long row of a group may become several, which are computed at once.
-        num_slots: the slots that requests get beside their blocks, slot 0 included, which nobody gets.
+        cuts_rows: whether a group's long row may become several rows.
+        num_slots: slots for requests beside their blocks, including slot 0, which no request gets.
     """
 
     cuts_rows = True
@@ -33,50 +33,38 @@ class PassExtras:
     def begin(self, rows: Sequence[ForwardRow], kv: "KVTensors", *, carries: bool) -> tuple[Sequence[ForwardRow], Any]:
         """Return the rows to compute token by token, and the `ForwardBatch.added` of their pass.
 
-        Args:
-            carries: the pass leaves what it adds to slots to the passes after it, and the slots as they are.
+        If the pass `carries`, it hands its states to the next passes, and leaves the slots unchanged.
         """
         return rows, None
 
     def of_group(self, rows: Sequence[ForwardRow], members: Sequence[int], length: int, added: Any) -> Any:
-        """Return the `Group.added` of a group of rows.
-
-        Args:
-            members: the rows' indices in their pass.
-            length: of the group's rows.
-            added: the pass's.
-        """
+        """Return the `Group.added` of rows padded to `length`; `members` are their indices in the pass."""
         return None
 
     def of_next(self, lengths: Sequence[int], added: Any) -> Any:
-        """Return the `Group.added` of passes that append a token each to contexts of these lengths.
-
-        Args:
-            added: that of the pass before these.
-        """
+        """Return the `Group.added` of passes that append a token each; `added` is the last pass's."""
         return None
 
     def num_tokens(self, _added: Any) -> int:
-        """Return how many tokens a pass computes beside those of its groups."""
+        """Return how many tokens a pass computes beside its groups."""
         return 0
 
     def first_layers(self, _count: int) -> "PassExtras":
-        """Return what the cache of a model's first layers has, of which `count` layers need a slot."""
+        """Return the extras of a model's first layers, of which `count` need slots."""
         return self
 
     def keep_path(self, row: SlotRow, path: Sequence[int]) -> None:
-        """Move what a slot has of a draft's accepted nodes, root first, to the places of a chain's tokens."""
+        """Move a slot's entries of accepted nodes, root first, to the places of a chain's tokens."""
 
 
 class KVTensors:
     """Keys and values of all layers, each [num_blocks, block_size, kv_heads, key_dim or value_dim].
 
     Attributes:
-        has_stacks: whether layers of one size share a tensor, so that one operator moves the slots of all. Passes that
-            are compiled for CPUs would copy them, since they write in place only to tensors that share no memory.
-        input_device: where batches and draws for this cache are made; a backend may copy them itself.
-        states: [num_blocks, block_size, state_size] one state of a head per token; None without a head.
-        extras: what the kind of cache adds to passes.
+        has_stacks: whether layers of equal size share a tensor, so that one operator moves all their slots. Passes
+            compiled for CPUs would copy such tensors, because they write in place only to separate memory.
+        input_device: where batches and draws for this cache are made.
+        states: [num_blocks, block_size, state_size] a head's state per token; None without a head.
     """
 
     has_stacks: ClassVar[bool] = False
@@ -94,9 +82,9 @@ class KVTensors:
         """Allocate zeros: a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
 
         Args:
-            like: has the number format and the device of keys and values.
-            head_shape: the layers of a head, behind the model's own; None without a head.
-            states_like: [state_size] the format of a head's states.
+            like: has the dtype and the device of keys and values.
+            head_shape: a head's layers, which follow the model's; None without a head.
+            states_like: [state_size] has the dtype and the device of a head's states.
         """
         self.block_size = block_size
         self.input_device = like.device
@@ -106,14 +94,14 @@ class KVTensors:
         self.values: list[Tensor] = []
         self._sizes, head_sizes = shape.sizes, head_shape.sizes if head_shape else ()
         for sizes in (self._sizes, head_sizes):
-            unused: dict[Sizes, list[tuple[Tensor, ...]]] = {one: [] for one in sizes}
-            for one, count in self._stacks(sizes):
-                heads, *dims = one
+            unused: dict[Sizes, list[tuple[Tensor, ...]]] = {layer_sizes: [] for layer_sizes in sizes}
+            for layer_sizes, count in self._stacks(sizes):
+                heads, *dims = layer_sizes
                 stacks = [like.new_zeros((count, *blocks, heads, dim)) for dim in dims]
                 self._stacked += stacks
-                unused[one] += zip(*stacks, strict=True)
-            for one in sizes:
-                key, value = unused[one].pop(0)
+                unused[layer_sizes] += zip(*stacks, strict=True)
+            for layer_sizes in sizes:
+                key, value = unused[layer_sizes].pop(0)
                 self.keys.append(key)
                 self.values.append(value)
         self._num_own = 2 * len(self._stacks(self._sizes))
@@ -122,15 +110,15 @@ class KVTensors:
             self._stacked.append(self.states[None, :, :, None])
 
     def _stacks(self, sizes: Sequence[Sizes]) -> list[tuple[Sizes, int]]:
-        """Return the size and the number of the layers in each tensor, in the order of `_stacked`."""
-        return [*Counter(sizes).items()] if self.has_stacks else [(one, 1) for one in sizes]
+        """Return each tensor's layer size and number of layers, in the order of `_stacked`."""
+        return [*Counter(sizes).items()] if self.has_stacks else [(layer_sizes, 1) for layer_sizes in sizes]
 
     def first_layers(self, count: int, num_with_slots: int = 0) -> Self:
-        """Return the cache of the first layers, in the same memory; if these are all, with a head's states.
+        """Return the cache of the first layers, in the same memory; a head's states are in it only with all layers.
 
         Args:
             count: layers with keys and values.
-            num_with_slots: layers whose tensors are in the slots of requests.
+            num_with_slots: layers with tensors in slots.
         """
         view = copy.copy(self)
         view.extras = self.extras.first_layers(num_with_slots)
@@ -142,7 +130,7 @@ class KVTensors:
 
     @property
     def of_head(self) -> list[Tensor]:
-        """A head's keys, values and states, [layers, num_blocks, block_size, heads, dim] each; empty without one."""
+        """A head's keys, values and states, [layers, num_blocks, block_size, heads, dim]; empty without a head."""
         return self._stacked[self._num_own :]
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:
@@ -151,7 +139,7 @@ class KVTensors:
         return block_ids[block] * self.block_size + offset
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots `sources` to `targets` in all layers at once, to keep an accepted path of a draft."""
+        """Copy slots `sources` to `targets` in all layers at once, to keep a draft's accepted path."""
         device = self._stacked[0].device
         index = torch.tensor([sources, targets], dtype=torch.int64, pin_memory=device.type == "cuda")
         index = index.to(device, non_blocking=True)

@@ -1,5 +1,5 @@
 """How does the state of linear layers roll back?
 
-In reading order: `row_states` (how the rows of a pass continue their states), `state_tensors` (the slots that hold
-them) and `state_slots` (whose slots they are, and which can be shared).
+In reading order: `row_states` (how a pass continues states), `state_tensors` (the slots' content) and `state_slots`
+(which request has which slots).
 """

@@ -1,11 +1,11 @@
 """RowStates: how the rows of a pass continue the states of linear layers, which are in slots of the cache.
 
 A slot holds the state after its request's last committed token, and the updates of the draft tokens after that. The
-next row of the request says how many of them were accepted, and its pass applies these first: they are the same
-operations on the same numbers as without drafts, so the state is the same to the last bit.
+request's next pass first applies the updates of accepted tokens. These are the same operations on the same numbers as
+without drafts, so the state is equal to the last bit.
 
-Prompts are computed in chunks that start at absolute places, all later tokens one by one. So a token's form does not
-depend on drafts, on other rows, or on how the tokens came into passes.
+Prompts are computed in chunks that start at absolute places, later tokens singly. So results do not depend on drafts,
+on other rows, or on how tokens are spread over passes.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,9 @@ class RowPlan:
     """The tokens of one row of a pass.
 
     Attributes:
-        state: where the row's state is.
         start: the place of the first token in the context.
-        length: tokens, padding not included.
-        num_committed: how many of them come before the draft.
-        num_scanned: how many, from the first, are computed in chunks: those of the prompt.
+        num_committed: number of tokens before the draft.
+        num_scanned: number of first tokens that are computed in chunks: the prompt's.
         parents: of the draft's tokens, if it branches; None for a chain.
     """
 
@@ -41,7 +39,7 @@ class RowPlan:
     parents: Sequence[int] | None = None
 
     def parent(self, token: int) -> int:
-        """Return the token before a token in its context, as an index into the row; -1 is the last one before it."""
+        """Return the index in the row of a token's predecessor; -1 is the last token before the row."""
         node = token - self.num_committed
         if node < 0 or self.parents is None or token >= self.length:
             return token - 1
@@ -49,13 +47,13 @@ class RowPlan:
 
 
 class _Step(NamedTuple):
-    """What happens to the states of a group's rows at one token of each.
+    """What happens to the states of a group's rows at one column of tokens.
 
     Attributes:
-        active: [rows, 1, 1] which rows have such a token; None if all have.
-        before: per row, after how many of its tokens its state is taken; None if that is the token before.
-        committed: the rows whose last committed token it is, and their slots; None if there are none.
-        drafted: the rows of whose draft it is a token, their slots, and its index in the draft; likewise.
+        active: [rows, 1, 1] which rows have a token there; None if all have.
+        before: per row, how many of its tokens precede this token in its context; None if all before it do.
+        committed: rows for which this is the last committed token, and their slots.
+        drafted: rows for which this is a draft token, their slots, and the token's index in the draft.
         saved: rows, and other slots that get their states.
     """
 
@@ -68,11 +66,12 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class Carried:
-    """States that the passes of a draft hand on to each other, while the slots stay as they are.
+    """States that the passes of a draft hand on to each other, while the slots stay unchanged.
 
     Attributes:
-        is_full: whether a pass has left its rows' states here, from which the next one goes on.
-        inputs, matrices: [rows, taps, channels] and [rows, heads, rows, columns] by layer, in the order of the rows.
+        is_full: whether a pass has left its rows' states here.
+        inputs: [rows, taps, channels] by layer.
+        matrices: [rows, heads, rows, columns] by layer.
     """
 
     num_rows: int
@@ -82,7 +81,7 @@ class Carried:
 
 
 class RowStates:
-    """How the rows of a group continue their states; what all layers share is prepared once for a pass."""
+    """How the rows of a group continue their states; what all layers share is prepared once per pass."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class RowStates:
 
         Args:
             carried: gets the states after the last tokens, in place of the slots.
-            members: the group's rows there.
+            members: the indices of the group's rows in `carried`.
         """
         self._plans, self._width, self._device, self._carried = plans, width, device, carried
         self._members = self._tensor(members)
@@ -135,7 +134,7 @@ class RowStates:
         return output.to(inputs.dtype).flatten(0, 1)
 
     def recur(self, layer: int, kept: LayerStates, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        """Compute a group's tokens, [rows * width, ...] each; see `StateContext.recur`."""
+        """Compute a group's tokens, `inputs`: [rows * width, ...]; see `StateContext.recur`."""
         tokens = [entry.view(len(self._plans), self._width, *entry.shape[1:]) for entry in inputs]
         state = self._first(layer, kept)
         scanned = [
@@ -159,12 +158,12 @@ class RowStates:
         return self._joined(outputs, scanned)
 
     def _first(self, layer: int, kept: LayerStates) -> Tensor:
-        """Return the rows' states before their first tokens, [rows, heads, rows, columns]."""
+        """Return the states before the rows' first tokens, [rows, heads, rows, columns]."""
         if self._past is not None:
             return self._past.matrices[layer].index_select(0, self._members)
         state = kept.matrices.index_select(0, self._sources)
         for fold, step in enumerate(self._fold_steps):
-            update = Update(*(part[self._sources, fold] for part in kept.updates))
+            update = Update(*(stored[self._sources, fold] for stored in kept.updates))
             state = updated(state, _masked(update, step.active))
             self._keep(kept, step, state, update)
         return state
@@ -172,7 +171,7 @@ class RowStates:
     def _scan(
         self, kept: LayerStates, recurrence: Recurrence, row: int, state: Tensor, tokens: Sequence[Tensor]
     ) -> Tensor:
-        """Compute a row's part of its prompt in chunks, put the state after it in place, and return the outputs."""
+        """Compute a row's prompt tokens in chunks, set the row of `state`, and return the outputs."""
         plan, outputs, first = self._plans[row], [], 0
         saves = {place - plan.start: slot for place, slot in plan.state.saves}
         for end in sorted({*saves, plan.num_scanned}):
@@ -199,7 +198,6 @@ class RowStates:
         return joined.flatten(0, 1)
 
     def _keep(self, kept: LayerStates, step: _Step, state: Tensor, update: Update) -> None:
-        """Write what a step leaves in the slots."""
         if self._carried is not None:
             return
         if step.committed is not None:
@@ -207,20 +205,18 @@ class RowStates:
             kept.matrices.index_copy_(0, slots, state.index_select(0, rows))
         if step.drafted is not None:
             rows, slots, nodes = step.drafted
-            for part, new in zip(kept.updates, update, strict=True):
-                part[slots, nodes] = new[rows]
+            for stored, new in zip(kept.updates, update, strict=True):
+                stored[slots, nodes] = new[rows]
         for row, slot in step.saved:
             kept.matrices[slot] = state[row]
 
     def _carry(self, entries: dict[int, Tensor], layer: int, after: Tensor) -> None:
-        """Leave what the layer keeps of the rows for the next pass."""
         assert self._carried is not None
         if layer not in entries:
             entries[layer] = after.new_zeros(self._carried.num_rows, *after.shape[1:])
         entries[layer].index_copy_(0, self._members, after)
 
     def _save_inputs(self, kept: LayerStates, window: Tensor, tokens: Tensor) -> None:
-        """Write the last inputs before each saved place."""
         for row, plan in enumerate(self._plans):
             first = plan.start - plan.state.num_folded
             for place, slot in plan.state.saves:
@@ -228,7 +224,7 @@ class RowStates:
                 kept.inputs[slot, : kept.taps] = seen[place - first : place - first + kept.taps]
 
     def _column(self, seen: Tensor, tap: int, taps: int) -> Tensor:
-        """Return each token's input of a tap, [rows, width, channels], of [rows, taps + width, channels]."""
+        """Return each token's input of a tap: [rows, taps + width, channels] -> [rows, width, channels]."""
         if not self._branches:
             return seen[:, tap : tap + self._width]
         if taps not in self._paths:
@@ -258,7 +254,7 @@ class RowStates:
         )
 
     def _saved(self, counts: Sequence[int], active: Sequence[bool]) -> list[tuple[int, int]]:
-        """Return the active rows whose states after so many of their tokens are saved, and the slots."""
+        """Return the active rows whose states after `counts` tokens are saved, and the slots for them."""
         rows = enumerate(zip(self._plans, counts, active, strict=True))
         ends = [(row, plan.state.saves, plan.start + count) for row, (plan, count, runs) in rows if runs]
         return [(row, slot) for row, saves, end in ends for place, slot in saves if place == end]
@@ -271,7 +267,7 @@ class RowStates:
 
 
 def _path(plan: RowPlan, token: int, taps: int) -> list[int]:
-    """Return the last `taps` tokens before a token, and itself, as indices into the row."""
+    """Return the indices of the last `taps` tokens before a token, and its own."""
     path = [token]
     for _ in range(taps):
         path.append(plan.parent(path[-1]))
@@ -279,14 +275,13 @@ def _path(plan: RowPlan, token: int, taps: int) -> list[int]:
 
 
 def _masked(update: Update, active: Tensor | None) -> Update:
-    """Return an update that leaves the states of rows that are not active as they are."""
     if active is None:
         return update
-    # The right side, too: a stale entry may be infinite.
-    return Update(update.decay.where(active, 1.0), *(part.where(active, 0.0) for part in update[1:]))
+    # Inactive rows keep their states. `right` is masked, too: a stale entry may be infinite.
+    return Update(update.decay.where(active, 1.0), *(factor.where(active, 0.0) for factor in update[1:]))
 
 
 def _cut(inputs: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Return `length` inputs of each row from its start on, of [rows, n, channels]."""
+    """Return each row's inputs from its start on: [rows, n, channels] -> [rows, length, channels]."""
     index = starts.unsqueeze(-1) + torch.arange(length, device=inputs.device)
     return inputs[torch.arange(len(inputs), device=inputs.device).unsqueeze(-1), index]

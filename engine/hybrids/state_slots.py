@@ -1,9 +1,9 @@
 """StateSlots: allocates slots for the states of linear layers, and caches states at boundaries of prefixes.
 
-A state stands for one context and cannot be cut, as keys and values can. Each running request owns a slot, which its
-rows overwrite. Copies are saved at *boundaries*, multiples of both the block size and the chunk length, in slots that
-nobody writes again: at the last boundary of the prompt, at the last one that the prompt shares with cached blocks, and
-at the newest of the output. A cached prefix is usable up to the deepest boundary that has blocks and a state.
+A state cannot be cut to a shorter context, as keys and values can. Each running request owns a slot, which its rows
+overwrite. Copies are saved at *boundaries*, multiples of both the block size and the chunk length: at the prompt's last
+boundary, at the last boundary that the prompt shares with cached blocks, and at the output's newest boundary. A cached
+prefix is usable up to the deepest boundary that has blocks and a state.
 """
 
 import math
@@ -21,10 +21,11 @@ class _Held:
     """The slots of a running request.
 
     Attributes:
-        slot: its own; source: the slot that its next row starts from, whose state stands for `place` tokens.
+        slot: the slot that its rows overwrite.
+        source: the slot from which its next row starts, with the state after `place` tokens.
         shared: the tokens of its cached blocks at admission, up to the last boundary.
         row: the row of the round in flight.
-        newest: the slot and digest of the newest saved state of its output.
+        newest: the slot and digest of the output's newest saved state.
     """
 
     slot: int
@@ -36,13 +37,13 @@ class _Held:
 
     @property
     def borrowed(self) -> list[int]:
-        """The slots besides its own that it has a reference to: the cached one it starts from, and those it saves."""
+        """The referenced slots besides `slot`: a cached source, and the slots of saved states."""
         saves = self.row.slot.saves if self.row is not None and self.row.slot is not None else ()
         return [self.source] * (self.source not in (0, self.slot)) + [slot for _, slot in saves]
 
 
 class StateSlots(BlockPool, RowExtras):
-    """The slots of one target with linear layers, a state each, which keeps `num_speculative_tokens` updates."""
+    """The slots of a target with linear layers; each holds a state and `num_speculative_tokens` updates."""
 
     drafts_beyond_plan = False
 
@@ -52,43 +53,43 @@ class StateSlots(BlockPool, RowExtras):
         size = math.lcm(config.block_size, self._chunk)
         super().__init__(1 + config.num_states, size, share=config.enable_prefix_caching)
         self._kv_block_size = config.block_size
-        self._held: dict[int, _Held] = {}  # by the identity of the request, oldest first
+        self._held: dict[int, _Held] = {}  # by the request's identity, oldest first
 
     def is_unsure(self, request: Request) -> bool:
-        """Return whether a request's last round was lost, so that nobody knows which state its slot holds."""
+        """Return whether a request's last round was lost, so that its slot's state is unknown."""
         held = self._held.get(id(request))
         return held is not None and held.row is not None
 
     def admit(self, request: Request, digests: Sequence[bytes]) -> int | None:
-        """Take a slot for a request, and the deepest cached state of its cached blocks, which have these digests.
+        """Take a slot for a request, and the deepest cached state of its cached blocks (`digests`).
 
-        Returns how many of the blocks the request can use, or None if no slot is free.
+        Returns the number of usable blocks, or None if no slot is free.
         """
         step = self.block_size // self._kv_block_size
         num_blocks = len(digests) // step * step
         shared, source = num_blocks * self._kv_block_size, None
         while num_blocks and (source := self.take(digests[num_blocks - 1])) is None:
             num_blocks -= step
-        own = self.allocate(1)
-        if own is None and source is not None:  # it may be the last free slot, and waiting for another might never end
+        new_slots = self.allocate(1)
+        if new_slots is None and source is not None:  # `source` may be the last free slot, and no other may become free
             self.free([source])
             num_blocks, source = 0, None
-            own = self.allocate(1)
-        if own is None:
+            new_slots = self.allocate(1)
+        if new_slots is None:
             return None
         place = num_blocks * self._kv_block_size
-        self._held[id(request)] = _Held(own[0], source or 0, place, shared)
+        self._held[id(request)] = _Held(new_slots[0], source or 0, place, shared)
         return num_blocks
 
     def release(self, request: Request) -> None:
-        """Free the slots of a request, if it has any; what its round in flight saves is not published."""
+        """Free a request's slots, if it has any; states saved by its round in flight are not published."""
         if (held := self._held.pop(id(request), None)) is not None:
             self.free([held.slot, *held.borrowed])
 
     def row_length(self, request: Request, start: int, length: int) -> int:
-        """Return the length of a row of at most `length` tokens: inside the prompt, it ends where a chunk ends.
+        """Return the length of a row of at most `length` tokens, which inside the prompt ends with a chunk.
 
-        One chunk is computed at least, so that a small budget does not move the ends of chunks.
+        At least one chunk is computed, so that a small budget does not move the ends of chunks.
         """
         if start + length >= request.prompt_length:
             return length
@@ -96,14 +97,14 @@ class StateSlots(BlockPool, RowExtras):
         return max(end, min(start + self._chunk, request.prompt_length)) - start
 
     def assign(self, rows: list[ScheduledRow]) -> None:
-        """Say in each row of the next round where its state is, and reserve slots for the states that it saves."""
+        """Set the slot of each row of the next round, and reserve slots for the states that it saves."""
         for row in rows:
             held = self._held[id(row.request)]
             saves = tuple(self._saves(row, held)) if self._share else ()
             row.slot, held.row = SlotRow(held.slot, held.source, row.start - held.place, saves), row
 
     def commit(self, request: Request, digests: Sequence[bytes]) -> None:
-        """Publish the states that a request's row has saved, by the digests of its computed blocks."""
+        """Publish the states that a request's row has saved; `digests` are of its computed blocks."""
         held = self._held.get(id(request))
         if held is None or held.row is None or held.row.slot is None:
             return
@@ -118,7 +119,6 @@ class StateSlots(BlockPool, RowExtras):
         held.source, held.place, held.row = held.slot, held.row.start + held.row.length, None
 
     def _saves(self, row: ScheduledRow, held: _Held) -> Iterator[tuple[int, int]]:
-        """Yield the boundaries that a row passes and saves, with a slot for each, as long as slots are free."""
         end, last = row.start + row.length, self._last_of_prompt(row.request)
         newest = end // self.block_size * self.block_size
         for place in sorted({min(held.shared, last), last, max(newest, last)}):
@@ -126,5 +126,5 @@ class StateSlots(BlockPool, RowExtras):
                 yield place, slots[0]
 
     def _last_of_prompt(self, request: Request) -> int:
-        """Return the prompt's last boundary that the same prompt can use again: one token is left to compute."""
+        """Return the last boundary that the same prompt can use again: at least one token must be computed."""
         return (request.prompt_length - 1) // self.block_size * self.block_size

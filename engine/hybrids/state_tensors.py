@@ -22,7 +22,7 @@ class StateTensors(PassExtras):
     cuts_rows = False  # a state goes from token to token
 
     def __init__(self, model: CausalLM, num_slots: int, depth: int) -> None:
-        """Allocate `num_slots`, slot 0 included, with room for the updates of `depth` draft tokens each."""
+        """Allocate `num_slots`, including slot 0, each with room for the updates of `depth` draft tokens."""
         self._device, self.num_slots = model.device, num_slots
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         self.layers = [LayerStates(shape, num_slots, depth, like) for shape in model.state_shapes]
@@ -30,7 +30,7 @@ class StateTensors(PassExtras):
     def begin(
         self, rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool
     ) -> tuple[Sequence[ForwardRow], Carried | None]:
-        """Return the rows, and where they leave their states if not in the slots; see `PassExtras`."""
+        """Return the rows, and what carries their states if slots stay unchanged; see `PassExtras`."""
         return rows, Carried(len(rows)) if carries else None
 
     def of_group(
@@ -40,13 +40,13 @@ class StateTensors(PassExtras):
         return RowStates([_plan(row) for row in rows], length, self._device, added, members)
 
     def of_next(self, lengths: Sequence[int], added: Carried) -> RowStates:
-        """Return how the next passes continue the states that a pass has left; see `PassExtras`."""
+        """Return how the next passes continue carried states; see `PassExtras`."""
         added.is_full = True
         plans = [RowPlan(SlotRow(0, 0), length, 1, 1, 0) for length in lengths]
         return RowStates(plans, 1, self._device, added, range(len(lengths)))
 
     def of(self, paged: PagedContext) -> "GroupStates":
-        """Return the access of linear layers to the states of a pass's rows."""
+        """Return the states of a pass's rows."""
         return GroupStates(self.layers, paged.groups)
 
     def first_layers(self, count: int) -> PassExtras:
@@ -58,7 +58,7 @@ class StateTensors(PassExtras):
         return view
 
     def keep_path(self, row: SlotRow, path: Sequence[int]) -> None:
-        """Move the updates of accepted nodes to those of a chain's tokens; see `PassExtras`."""
+        """Move the updates of accepted nodes to the places of a chain; see `PassExtras`."""
         for layer in self.layers:
             nodes = torch.tensor(path, device=layer.inputs.device)
             for kept in layer.updates:

@@ -25,26 +25,22 @@ from engine.sampling.top_tokens import copied
 class BlockDrafter(TokenDrawer):
     """Drafts blocks; see `TargetDrafter`. Each token is drawn with the noise of its own position.
 
-    Where logits depend on the tokens drawn before (by a Markov head, a grammar, penalties), tokens are drawn from left
-    to right, all from the logits of the one pass.
+    Where a Markov head, a grammar or penalties depend on earlier tokens, the tokens of a block are drawn in order.
     """
 
     draws_chains = False
 
     def __init__(self, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None) -> None:
-        other, seen_kv = backend.beside(head_model, kv)
-        super().__init__(DraftModel(other, grammars=grammars), seen_kv, config)
-        self._head = cast("Any", other.model.module)
+        head_backend, seen_kv = backend.beside(head_model, kv)
+        super().__init__(DraftModel(head_backend, grammars=grammars), seen_kv, config)
+        self._head = cast("Any", head_backend.model.module)
         self._reducer = backend.reducer
-        # A longer row may be cut, and the places of its parts would not see one another.
+        # A longer row may be cut, and its parts would not attend to each other.
         longest = MAX_GROUPED_LENGTH - self._head.num_unread
         self._max_length: int = min(longest, self._head.config.max_draft_tokens)
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Draw chains for the rows whose drafts were left to the target; see `TargetDrafter.draft`.
-
-        A row of which nothing is computed gets an empty one: the head knows nothing about it.
-        """
+        """Draw chains; see `TargetDrafter.draft`. A row without computed tokens gets no draft: the head needs them."""
         able = [row for row in rows if row.draft.num_deferred and row.start]
         drafts = [chain.draft() for chain in self._chains(able, decides=decides)] if able else []
         return with_drafts(rows, able, drafts)
@@ -67,10 +63,7 @@ class BlockDrafter(TokenDrawer):
     def _steps(
         self, batch: ForwardBatch, requests: Sequence[Request], counts: Sequence[int], *, decides: bool
     ) -> list[Drawn]:
-        """Run the pass, and draw the first token of every row, then the second, and so on.
-
-        A shorter row repeats its last place; the caller drops what is drawn there.
-        """
+        """Draw the tokens of all rows, step by step; a shorter row repeats its last place, and the caller cuts it."""
         depths = [list(range(count)) for count in counts]
         (draws,), markov = self.plan(requests, depths), self._head.markov_head
         batch.needs_logits = draws is None or markov is not None
@@ -108,12 +101,11 @@ class BlockDrafter(TokenDrawer):
         return steps
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
-        """Return the last hidden vectors of the places that predict, which the pass has left in their states."""
+        """Return the predicting places' last hidden vectors, which the pass has written to the states."""
         assert self._kv.states is not None
         slots = batch.paged.slots[batch.logit_indices].to(self._kv.states.device)
         return self._kv.states.flatten(0, 1)[slots]
 
 
 def _at(drawn: Drawn, rows: Tensor) -> Drawn:
-    """Return some of the tokens, with the distributions that they were sampled from."""
     return Drawn(drawn.tokens[rows], None if drawn.top is None else (drawn.top[0][rows], drawn.top[1][rows]))

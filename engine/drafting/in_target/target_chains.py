@@ -1,11 +1,9 @@
 """TargetChainDrafter: chains of a model in the target's process: the target's first layers, or a trained head.
 
-It has no cache. Its passes read what the target's cache holds about the committed tokens, and write about the tip and
-the draft tokens into the slots that the verification pass then overwrites. So nothing is kept, committed or rolled back
-between rounds.
+It has no cache. Its passes read the committed tokens' entries in the target's cache. They write entries of the tip and
+of draft tokens into slots that the verification pass then overwrites. So nothing is rolled back.
 
-Drafts are made in the process of the target, on each of its ranks, when a verification asks for them: so a round takes
-one message to the target, and its drafts come back with the verdicts.
+Each rank of the target drafts when a verification asks for it, so a round takes one message to the target.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,20 +38,20 @@ class TargetChainDrafter(TokenDrawer):
         *,
         num_ranked: int | None = None,
     ) -> None:
-        """Draft with a part of the target's model, see `Backend.beside`; `num_ranked` tokens are kept of each draw."""
-        other, self.kv = backend.beside(part, kv)
+        """Keep `num_ranked` tokens of each draw; `part` is passed to `Backend.beside`."""
+        part_backend, self.kv = backend.beside(part, kv)
         # All ranks need each token before the next pass, and drafts that branch are not drawn as chains.
         self.draws_chains = backend.reducer is None and num_ranked is None
-        self.draft_model = DraftModel(other, grammars=grammars)
+        self.draft_model = DraftModel(part_backend, grammars=grammars)
         super().__init__(self.draft_model, self.kv, config, ranks=num_ranked is not None, num_ranked=num_ranked)
-        head = other.model.head
+        head = part_backend.model.head
         self._least_tokens = 1 + (head.attends_from if head is not None else 0)
         self._reducer = backend.reducer
         self.decides = True
         """Whether this rank draws the tokens."""
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Draw chains for the rows whose drafts were left to the target; see `TargetDrafter.draft`."""
+        """Draw chains; see `TargetDrafter.draft`."""
         self.decides = decides
         able = self.able(rows)
         chains = [Chain() for _ in able]
@@ -63,11 +61,11 @@ class TargetChainDrafter(TokenDrawer):
         return with_drafts(rows, able, [chain.draft() for chain in chains])
 
     def able(self, rows: Sequence[VerifyRow]) -> list[VerifyRow]:
-        """Return the rows whose drafts were left to the target, and have tokens enough."""
+        """Return the rows whose drafts are left to the target and that have enough tokens."""
         return [row for row in rows if row.draft.num_deferred and len(row.request.token_ids) >= self._least_tokens]
 
     def tips(self, rows: Sequence[VerifyRow]) -> ForwardBatch:
-        """Return the pass that computes the rows' committed tokens, with a row of logits for each."""
+        """Return the pass that computes the rows' committed tokens, with logits of each row's last token."""
         tips = [
             ForwardRow(
                 row.request.token_ids[row.start :],
@@ -82,7 +80,7 @@ class TargetChainDrafter(TokenDrawer):
         return build(tips, self.kv, carries=True)
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
-        """Compute a batch; every rank gets what the deciding rank draws and ranks."""
+        """Compute a batch; every rank gets the deciding rank's draws."""
         batch.needs_logits = draws is None or self._ranks
         if self.decides:
             drawn = super().run(batch, draws, runs)
@@ -99,6 +97,6 @@ class TargetChainDrafter(TokenDrawer):
 
 
 def with_drafts(rows: Sequence[VerifyRow], drafted: Sequence[VerifyRow], drafts: Sequence[Draft]) -> list[VerifyRow]:
-    """Return rows with the `drafts` of those that are `drafted` in place of deferred ones; the others get none."""
+    """Replace deferred drafts: rows in `drafted` get their `drafts`, other rows an empty draft."""
     made = {id(row): draft for row, draft in zip(drafted, drafts, strict=True)}
     return [replace(row, draft=made.get(id(row), NO_DRAFT)) if row.draft.num_deferred else row for row in rows]

@@ -1,14 +1,13 @@
 """Branches: drafts for the likeliest verdicts, grown while the target verifies the draft that was sent.
 
-A context is one request's committed tokens and the draft that was sent for them. A branch assumes a verdict (how many
-tokens are accepted, and which token follows) and holds the draft for that case. The branches of all contexts grow
-together, one token per forward pass. A branch attends to its context up to the verdict, and to its own tokens. Its keys
-and values lie in scratch places after the context's; when its verdict arrives, they move to their final places.
+A branch assumes a verdict and holds the draft for that case. All branches grow together, one token per forward pass.
+A branch attends to its context up to the verdict, and to its own tokens. Its keys and values lie in scratch places
+after the context's. They move to their final places when the verdict arrives.
 
 If draft and target share their noise, the draft's scores predict the verdict: the closer the second-best score is to
 the best, the likelier the target draws that token instead. Kumar, Dao and May, "Speculative Speculative Decoding"
-(2603.03251), Theorem 12, predict it from how often each length was accepted recently. For the bundled pair at
-temperature 1, the actual verdict is among the six likeliest in 0.75 of rounds by scores, in 0.64 by lengths.
+(2603.03251), Theorem 12, predict it from recent accepted lengths. For the bundled pair at temperature 1, the actual
+verdict is among the six likeliest in 0.75 of rounds by scores, in 0.64 by lengths.
 """
 
 import itertools
@@ -33,10 +32,10 @@ Verdict = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class DraftContext:
-    """One request (a copy) at its last proposal, the draft that was sent, and its prefix in the cache.
+    """A copy of a request at its last proposal, the draft that was sent for it, and its prefix in the cache.
 
     Attributes:
-        next_tokens: [length + 1], the likeliest tokens after each number of accepted tokens.
+        next_tokens: the likeliest tokens after 0, 1, ... accepted tokens.
         verdicts: per branch, the verdict that it assumes.
     """
 
@@ -57,7 +56,7 @@ class DraftContext:
         return self.base + len(self.chain.token_ids)
 
     def verdict(self, token_ids: Sequence[int]) -> Verdict | None:
-        """Return the verdict that leads to these committed tokens; None if no single one on this draft does."""
+        """Return the verdict on this draft that leads to these committed tokens; None if no single verdict does."""
         accepted = len(token_ids) - self.base - 1
         if accepted < 0 or list(token_ids[self.base : -1]) != self.chain.token_ids[:accepted]:
             return None
@@ -73,7 +72,7 @@ class VerdictPredictor:
         self._confidence = Confidence()
 
     def gains(self) -> list[float]:
-        """Return how likely each token of a chain is accepted, as recent ones were."""
+        """Return how likely each token of a chain is to be accepted, by recent acceptance rates."""
         rates = map(self._acceptance.rate, range(len(self._acceptance.odds)))
         return list(itertools.accumulate(rates, operator.mul))
 
@@ -82,14 +81,14 @@ class VerdictPredictor:
         drafted = context.chain.token_ids
         for place in range(min(accepted + 1, len(drafted))):
             self._acceptance.observe(place, accepted=place < accepted)
-        # Without shared noise, the scores predict only the token after the last accepted one.
+        # Without shared noise, the scores predict only the token after the last accepted token.
         first = 0 if self._shares_noise else accepted
         committed = [*drafted[first:accepted], token]
         for next_tokens, committed_token in zip(context.next_tokens[first : accepted + 1], committed, strict=False):
             self._confidence.learn(context.request, next_tokens, committed_token)
 
     def rank(self, contexts: Sequence[DraftContext], tips: Ranking) -> None:
-        """Set the next tokens of some contexts; `tips` rank the tokens after each draft's last token."""
+        """Set the contexts' `next_tokens`; `tips` rank the tokens after each draft's last token."""
         rows = [row for i, context in enumerate(contexts) for row in (*context.chain.rankings, (tips, i))]
         next_tokens = iter(joined(rows).next_tokens())
         for context in contexts:
@@ -97,7 +96,7 @@ class VerdictPredictor:
             context.chain.rankings.clear()
 
     def predict(self, context: DraftContext, count: int, end_ids: Collection[int]) -> list[Verdict]:
-        """Return the likeliest verdicts on a draft, at most `count`, best first, without those that end the text."""
+        """Return at most `count` of the likeliest verdicts, best first; verdicts that end the text are left out."""
         drafted = context.chain.token_ids
         verdicts: list[tuple[float, Verdict]] = []
         reached = 1.0
@@ -120,19 +119,18 @@ class VerdictPredictor:
 
 
 class Branches:
-    """The branches of some contexts, padded to the same number per context, as they grow.
+    """The growing branches of some contexts, padded to `width` per context.
 
-    Branch b's entry of step s lies `s * width + b` places behind its context.
+    The cache entry of branch b at step s lies `s * width + b` places behind its context.
     """
 
     def __init__(self, contexts: Sequence[DraftContext], width: int, kv: KVTensors) -> None:
-        """Lay out the branches, `width` per context, padding included."""
         self.contexts = list(contexts)
         self._width = width
         self._kv = kv
         self._drawn: list[Drawn] = []
         device = kv.input_device
-        # A context with fewer branches computes its last one more than once.
+        # A context with fewer branches computes its last branch more than once.
         self._verdicts = [(context.verdicts + context.verdicts[-1:] * width)[:width] for context in contexts]
         self._first_tokens = torch.tensor([token for row in self._verdicts for _, token in row], device=device)
         self.tips = [
@@ -148,7 +146,7 @@ class Branches:
 
     @property
     def num_computed(self) -> int:
-        """Computed tokens of each branch, its first one included."""
+        """Computed tokens of each branch, including its first token."""
         return len(self._drawn)
 
     def next_pass(self) -> ForwardBatch:
@@ -178,7 +176,7 @@ class Branches:
 
     def paths(self) -> list[list[list[int]]]:
         """Return, per context and branch, the tokens between the tip and the next draw."""
-        drawn = [one.tokens for one in self._drawn]
+        drawn = [step.tokens for step in self._drawn]
         rows = iter(torch.stack(drawn, -1).tolist()) if drawn else itertools.repeat([])
         return [
             [[*context.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in verdicts]

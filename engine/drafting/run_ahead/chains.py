@@ -1,17 +1,13 @@
 """RunAheadDrafter: drafts for the likeliest verdicts on a draft that was sent, while the target verifies it.
 
 This is Speculative Speculative Decoding (Kumar, Dao, May, 2603.03251), inside the drafter. The next request brings the
-verdict; if a draft was prepared for it, that draft is ready. Verdicts are predicted from the draft's logits and the
-noise that the target will draw with, which works at any temperature. Running ahead cannot change the text: the target
-verifies a prepared draft like any other.
-
-`advance` does one pass at a time, so that the drafter's owner can look for the next request in between. If a request
-comes early, missing tokens are drawn then, if the batch gains by waiting for them. Complete drafts are sent at once,
-and the first `advance` brings the cache up to date.
+verdict. Complete drafts are sent at once, and the first `advance` then brings the cache up to date. Missing tokens are
+drawn at the request, if the batch gains by waiting for them. Running ahead cannot change the text: the target verifies
+a prepared draft like any other.
 
 Why not trees of width 1: at temperature 0.8 with 5 passes a round, 32 requests of the bundled pair commit 4.5 % fewer
-tokens a round with them, and a pass takes the host twice as long, because they rank the scores of every node. Nor can
-they run ahead for rules without shared noise.
+tokens a round. A pass takes the host twice as long, because trees rank the scores of every node. Nor can trees run
+ahead for rules without shared noise.
 """
 
 import functools
@@ -33,28 +29,26 @@ from engine.protocols import Draft, ProposeRow
 from engine.verification.rule import rule_of
 
 _MAX_SCORES_BYTES = 1 << 28
-"""Memory for a round's scores; if they would need more, only the highest of each row are kept."""
+"""Memory for a round's scores; if they need more, only each row's highest scores are kept."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """A row of a proposal, the verdict that it brought on the last draft, and the draft that is prepared for it."""
+    """A row of a proposal, the verdict that it brought, and the draft prepared for that verdict."""
 
     row: ProposeRow
     verdict: tuple[DraftContext, Verdict] | None = None
-    """None if the verdict is not known."""
     branch: tuple[DraftContext, int] | None = None
-    """The index of the branch for that verdict; None if there is none, and no draft."""
+    """The context and the index of the branch for that verdict; None if no draft is prepared."""
     chain: Chain = field(default_factory=Chain)
 
     @property
     def num_missing(self) -> int:
-        """Number of requested tokens that are not drafted."""
         return self.row.num_draft_tokens - len(self.chain.token_ids)
 
 
 class RunAheadDrafter(PassesAhead):
-    """Drafts chains, and prepares the next ones in `advance`; without calls of it, it drafts as `ModelDrafter` does."""
+    """Drafts chains, and prepares the next chains in `advance`; without `advance`, it works like `ModelDrafter`."""
 
     def __init__(
         self, draft: DraftModel, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
@@ -72,7 +66,7 @@ class RunAheadDrafter(PassesAhead):
         self._branches: Branches | None = None
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks; if it has growing branches, all branches are dropped."""
+        """Free a request's blocks; if it has growing branches, drop all branches."""
         try:
             self.settle()
         finally:
@@ -102,7 +96,6 @@ class RunAheadDrafter(PassesAhead):
         return [answer.chain.draft() for answer in answers]
 
     def _look_up(self, rows: Sequence[ProposeRow], arrived: float) -> list[_Answer]:
-        """Find the verdicts on the last drafts, and the drafts that are prepared for them."""
         answers = [_Answer(row) for row in rows]
         for answer in answers:
             request = answer.row.request
@@ -113,9 +106,9 @@ class RunAheadDrafter(PassesAhead):
             if answer.row.num_draft_tokens:
                 self._count(reason)
         if any(answer.verdict for answer in answers):
-            # Exactly one round lies between the last proposal and this one, so the time between them is a round's.
+            # Exactly one round lies between the last proposal and this one, so their distance is a round's time.
             num_grown = 0 if self._branches is None else self._branches.num_computed
-            # The target waits for the rest of a pass under way, too: by a wide one, that may be most of a round.
+            # The target also waits for the rest of a pass under way; a wide pass may take most of a round.
             is_growing = num_grown < self._depth or self._is_mid_pass
             self._pace.observe_request(arrived, is_late=self._work is not None and is_growing)
         hits = [(answer, answer.branch) for answer in answers if answer.branch is not None]
@@ -129,7 +122,7 @@ class RunAheadDrafter(PassesAhead):
         return answers
 
     def _find_branch(self, answer: _Answer) -> str | None:
-        """Find the branch for a row's verdict; return the reason if there is none."""
+        """Set the branch for a row's verdict, or return why there is none."""
         if answer.verdict is None:
             return "stale"
         context, verdict = answer.verdict
@@ -141,7 +134,7 @@ class RunAheadDrafter(PassesAhead):
         return None
 
     def _is_worth_waiting(self, answers: Sequence[_Answer]) -> bool:
-        """Decide whether the batch waits for missing tokens: if more are committed per second so, by recent times."""
+        """Return whether waiting for missing tokens commits more tokens per second, by recent times."""
         if not any(answer.num_missing for answer in answers):
             return False
         if not any(answer.chain.token_ids for answer in answers):
@@ -152,7 +145,7 @@ class RunAheadDrafter(PassesAhead):
         return self._pace.slowdown(max(answer.num_missing for answer in answers)) < later / now
 
     def _take_over(self, answers: Sequence[_Answer]) -> list[_Answer]:
-        """Learn from verdicts and bring the cache up to the drafts; return the rows that can get a draft."""
+        """Learn from verdicts, bring the cache up to the drafts, and return the rows that can get a draft."""
         for answer in answers:
             if answer.verdict is not None:
                 context, verdict = answer.verdict
@@ -213,7 +206,6 @@ class RunAheadDrafter(PassesAhead):
             yield Pass(self._drawer, branches.next_pass(), draws, runs, branches.add)
 
     def _predict_verdicts(self, contexts: Sequence[DraftContext], width: int) -> Work:
-        """Compute every context to its end, and predict verdicts by the draft's own draws at each position."""
         requests = [context.request for context in contexts]
         drafted = [context.chain.token_ids for context in contexts]
         batch = yield from self.cache.catch_up(requests, drafted)
@@ -228,7 +220,7 @@ class RunAheadDrafter(PassesAhead):
             drawn.append(tips)
 
         yield Pass(self._drawer, batch, draws, runs, take)
-        (tips,) = (one.ranking for one in drawn)
+        (tips,) = (draw.ranking for draw in drawn)
         assert tips is not None
         self._predictor.rank(contexts, tips)
         for context in contexts:

@@ -20,12 +20,12 @@ _SMOOTHING = 0.9
 _LONGEST_ROUND_S = 1.0
 _SLACK = 0.8
 _PROBE_ROUNDS = 50
-"""After so many rounds without a measured pass, one round measures again, because passes may be faster by now."""
+"""After so many rounds without a measured pass, a round measures again, because passes may be faster by now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass that is not launched yet; `runs` as of `TokenDrawer.run`, and `take` gets what it draws."""
+    """A pass to launch; `runs` is the argument of `TokenDrawer.run`, and `take` gets the pass's draws."""
 
     drawer: TokenDrawer
     batch: ForwardBatch
@@ -39,14 +39,14 @@ class Pass:
 
 
 Work = Generator[Pass | None, None, None]
-"""The passes of a drafter, one after the other: each is yielded to be launched, or launched and None is yielded."""
+"""A drafter's passes in order: it yields a pass to be launched, or launches the pass and yields None."""
 
 
 class Pace:
-    """Measured times of the drafter's passes and of the target's rounds, and the number of branches that fit.
+    """Measured times of passes and rounds, and how many branches fit between two requests.
 
     Attributes:
-        width: index into `WIDTHS` of the number of branches or nodes that a pass computes per request.
+        width: index into `WIDTHS`: how many branches or nodes a pass computes per request.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -59,7 +59,7 @@ class Pace:
         self._answered = self._finished = 0.0
 
     def observe_request(self, arrived: float, *, is_late: bool) -> None:
-        """Measure the time since the last answer, and adapt the width; `is_late`: too little was prepared by then."""
+        """Measure the time since the last answer and adapt the width; `is_late`: too little was prepared."""
         gap = arrived - self._answered
         if not self._answered or gap > _LONGEST_ROUND_S:
             return  # the first request, or the drafter was idle
@@ -95,7 +95,7 @@ class Pace:
         return self._num_unmeasured >= _PROBE_ROUNDS
 
     def observe_pass(self, seconds: float) -> None:
-        """Record the time of a pass that ran ahead of the next request; after a pause, forget earlier ones."""
+        """Record the time of a pass that ran ahead; after `_PROBE_ROUNDS`, forget earlier times."""
         self._pass_s = _smooth(None if self._is_probing else self._pass_s or None, seconds)
         self._num_unmeasured = 0
 
@@ -104,7 +104,7 @@ class Pace:
         self._step_s = _smooth(self._step_s, seconds / num_steps)
 
     def slowdown(self, num_steps: int) -> float:
-        """Return how many times longer a round is if the target waits for `num_steps` steps; 1 until both are timed."""
+        """Return the relative round time with `num_steps` late draft steps; 1 until steps and rounds are timed."""
         if self._step_s is None or not self._gap_s:
             return 1.0
         return 1 + num_steps * self._step_s / self._gap_s
@@ -115,7 +115,7 @@ def _smooth(old: float | None, new: float) -> float:
 
 
 class PassesAhead(ABC):
-    """Drafts between two proposals, in `advance`; subclasses say which passes, and keep the cache."""
+    """Launches passes between two proposals; subclasses choose the passes and keep the cache."""
 
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self.stats = RunAheadStats()
@@ -125,29 +125,28 @@ class PassesAhead(ABC):
         self._work: Work | None = None
         self._next_pass: Pass | None = None
         self._unsettled: Callable[[], None] | None = None
-        """Brings the cache up to date with drafts that were sent as they were prepared."""
+        """Brings the cache up to date after prepared drafts were sent."""
         self._launched: float | None = None
         self._is_mid_pass = False
         self._num_passes = 0
         self._proposed: list[str] = []
-        """The requests of the last proposal."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a draft per row; empty if the context or the cache is full."""
         arrived = self.clock()
-        self._is_mid_pass = self._launched is not None and self._backend.is_busy  # not with another group's pass
+        self._is_mid_pass = self._launched is not None and self._backend.is_busy  # not with another lease's pass
         self._launched = None
         with torch.inference_mode():
             self.settle()
             self._proposed = [row.request.request_id for row in rows]
-            # Rows are used until the next proposal, and by then the requests' owner may have appended tokens.
+            # Rows are used until the next proposal; the requests' owner may append tokens before that.
             drafts = self._propose([replace(row, request=row.request.copy()) for row in rows], arrived)
         self._pace.observe_answer()
         return drafts
 
     @property
     def has_time(self) -> bool:
-        """Whether `advance` should be called: half a pass is likely to fit in, or an answer is unsettled."""
+        """Whether `advance` should be called: half of a pass is likely to fit, or an answer is unsettled."""
         return self._unsettled is not None or (self._work is not None and self._pace.has_time)
 
     @property
@@ -157,13 +156,13 @@ class PassesAhead(ABC):
 
     @property
     def is_computing(self) -> bool:
-        """Whether a pass is under way on the device; until it is over, `advance` does nothing."""
+        """Whether a pass is under way on the device; meanwhile `advance` does nothing."""
         return self._backend.is_busy
 
     def advance(self) -> bool:
-        """Settle the last answer, or launch one forward pass ahead; return whether there is more to do.
+        """Settle the last answer or launch one pass, so that a verdict waits for one pass at most.
 
-        At most one pass is under way, so that a verdict without a prepared draft waits for one pass at most.
+        Returns whether there is more to do.
         """
         if self._backend.is_busy:
             return True
@@ -178,7 +177,7 @@ class PassesAhead(ABC):
         return self._work is not None
 
     def next_pass(self) -> Pass | None:
-        """Return the pass to launch next; None if there is none, or it was launched. The cache must be settled."""
+        """Return the pass to launch next, None if there is none or it was launched; the cache must be settled."""
         if self._next_pass is None and self._work is not None:
             started, num_prepared = self.clock(), PREPARATION.counts.total()
             try:
@@ -191,21 +190,21 @@ class PassesAhead(ABC):
         return self._next_pass
 
     def note_launch(self, started: float, num_prepared: int) -> None:
-        """Note that the next pass was launched, after `started`, when so many kernels had been prepared."""
+        """Note that the next pass was launched at `started`, when `num_prepared` kernels were compiled."""
         self._next_pass = None
-        # What is compiled once says nothing about the next pass.
+        # A pass that waited for a compilation says nothing about the next pass's time.
         self._launched = started if PREPARATION.counts.total() == num_prepared else None
         self._num_passes += 1
         self.stats.num_forwards += 1
 
     def forget(self) -> None:
-        """Forget the requests of the last proposal after an error: what the cache holds of them is not known."""
+        """Forget the requests of the last proposal after an error, because their cache entries are uncertain."""
         self.stop()
         for request_id in self._proposed:
             self.release(request_id)
 
     def end_pass(self) -> None:
-        """Note that the device gets something else to do; time the pass that was launched, if it is over."""
+        """Time the launched pass if it is over; called before the device gets other work."""
         if self._launched is not None and not self._backend.is_busy:
             self._pace.observe_pass(self.clock() - self._launched)
         self._launched = None
@@ -224,7 +223,7 @@ class PassesAhead(ABC):
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Bring the cache up to date with the last answer; before that, no request may be evicted for another's."""
+        """Bring the cache up to date with the last answer; until then no request may be evicted."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is not None:
             unsettled()
@@ -236,6 +235,5 @@ class PassesAhead(ABC):
             self.stats.misses[reason] = self.stats.misses.get(reason, 0) + 1
 
     def _count_passes(self, *, is_used: bool) -> None:
-        """Count the passes since the last proposal as wasted, unless a result of theirs is used."""
         self.stats.num_wasted += 0 if is_used else self._num_passes
         self._num_passes = 0

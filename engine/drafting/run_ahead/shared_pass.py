@@ -1,7 +1,7 @@
-"""Shared passes: the passes of several drafters over one model and one cache, launched as one.
+"""Shared passes: the passes of several drafters over one model and one cache, launched as a single pass.
 
-A pass of a small model reads its weights, be it for one row or for a hundred. So drafters of several groups of
-requests, which run ahead at the same time, take little longer together than one alone.
+A small model's pass mostly reads its weights, so several drafters' passes together take little longer than a single
+pass.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from engine.stats.preparation import PREPARATION
 
 
 def advance_together(drafters: Sequence[PassesAhead], max_rows: int) -> None:
-    """Launch the next pass of the first drafter, and with it those of others, up to so many rows.
+    """Launch the first drafter's next pass together with other drafters' passes, of at most `max_rows` in all.
 
-    A pass that a drafter launches by itself is not shared. Nothing may be under way on the device, and the drafters'
-    caches must be settled.
+    If a drafter launches its pass itself, nothing else is launched. No pass may be under way, and the caches must be
+    settled.
     """
     clock = drafters[0].clock
     started, num_prepared = clock(), PREPARATION.counts.total()
@@ -35,42 +35,42 @@ def advance_together(drafters: Sequence[PassesAhead], max_rows: int) -> None:
             next_pass = drafter.next_pass()
             if drafter.stats.num_forwards > num_forwards:
                 return
-            if next_pass is not None and _fits(next_pass, [one for _, one in sharing], max_rows):
+            if next_pass is not None and _fits(next_pass, [joining for _, joining in sharing], max_rows):
                 sharing.append((drafter, next_pass))
         if sharing:
             drawn = run_together([next_pass for _, next_pass in sharing])
-            for (drafter, next_pass), part in zip(sharing, drawn, strict=True):
-                next_pass.take(part)
+            for (drafter, next_pass), pass_draws in zip(sharing, drawn, strict=True):
+                next_pass.take(pass_draws)
                 drafter.note_launch(started, num_prepared)
 
 
 def run_together(passes: Sequence[Pass]) -> list[Drawn]:
-    """Launch passes as one, and return what each draws; all must fit together."""
+    """Launch passes together, and return each pass's draws; all must have the same `_shape`."""
     if len(passes) == 1:
         return [passes[0].run()]
-    draws = [one.draws for one in passes if one.draws is not None]
-    counts = [len(one.batch.logit_indices) for one in passes]
-    drawn = passes[0].drawer.run(_joined([one.batch for one in passes]), _joined_draws(draws), list)
+    draws = [joining.draws for joining in passes if joining.draws is not None]
+    counts = [len(joining.batch.logit_indices) for joining in passes]
+    drawn = passes[0].drawer.run(_joined([joining.batch for joining in passes]), _joined_draws(draws), list)
     tokens, ranking = torch.split(drawn.tokens, counts), drawn.ranking
     if ranking is None:
-        return [Drawn(part) for part in tokens]
+        return [Drawn(pass_tokens) for pass_tokens in tokens]
     ids = [None] * len(counts) if ranking.token_ids is None else torch.split(ranking.token_ids, counts)
-    rankings = [Ranking(*part) for part in zip(torch.split(ranking.scores, counts), ids, strict=True)]
-    return [Drawn(part, None, ranked) for part, ranked in zip(tokens, rankings, strict=True)]
+    rankings = [Ranking(*pair) for pair in zip(torch.split(ranking.scores, counts), ids, strict=True)]
+    return [Drawn(pass_tokens, None, ranked) for pass_tokens, ranked in zip(tokens, rankings, strict=True)]
 
 
 def _fits(candidate: Pass, others: Sequence[Pass], max_rows: int) -> bool:
     if not others:
         return True
-    shapes = {_shape(one) for one in (candidate, *others)}
-    num_rows = sum(group.rows for one in (candidate, *others) for group in one.batch.paged.groups)
+    shapes = {_shape(joining) for joining in (candidate, *others)}
+    num_rows = sum(group.rows for joining in (candidate, *others) for group in joining.batch.paged.groups)
     return None not in shapes and len(shapes) == 1 and num_rows <= max_rows
 
 
-def _shape(one: Pass) -> tuple[int, bool] | None:
-    """Return what passes must have in common to be launched as one; None of a pass that shares with no other."""
-    (group, *others), batch = one.batch.paged.groups, one.batch
-    if others or one.draws is None or batch.added is not None:
+def _shape(candidate: Pass) -> tuple[int, bool] | None:
+    """Return what passes must have in common to be launched together; None if a pass cannot be shared."""
+    (group, *other_groups), batch = candidate.batch.paged.groups, candidate.batch
+    if other_groups or candidate.draws is None or batch.added is not None:
         return None
     if group.is_prompt_start or group.added is not None:
         return None
@@ -78,7 +78,6 @@ def _shape(one: Pass) -> tuple[int, bool] | None:
 
 
 def _joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:
-    """Return one batch of the rows of several, a group each, of one length."""
     groups = [batch.paged.groups[0] for batch in batches]
     starts = accumulate((len(batch.token_ids) for batch in batches), initial=0)
     indices = [batch.logit_indices + start for batch, start in zip(batches, starts, strict=False)]
@@ -94,20 +93,20 @@ def _joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:
         extra=_stacked(extra) if extra else None,
     )
     kv = batches[0].paged.kv
-    # Those of a drafter's first pass are on the host, those of later ones where they were drawn.
+    # Tokens of a drafter's first pass are on the host, later tokens on the device.
     tokens = torch.cat([batch.token_ids.to(kv.keys[0].device, non_blocking=True) for batch in batches])
     return ForwardBatch(tokens, torch.cat(indices), PagedContext(kv, [group]))
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors row after row, padded with zeros to one width: block 0, or place 0, which each token sees."""
+    """Pad to one width with zeros: block 0, or place 0, to which every token attends anyway."""
     width = max(tensor.shape[-1] for tensor in tensors)
     return torch.cat([F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors])
 
 
 def _joined_draws(draws: Sequence[Draws]) -> Draws:
-    firsts = accumulate((len(one.keys) for one in draws), initial=0)
-    rows = [torch.where(one.rows > 0, one.rows + first, 0) for one, first in zip(draws, firsts, strict=False)]
+    firsts = accumulate((len(draw.keys) for draw in draws), initial=0)
+    rows = [torch.where(draw.rows > 0, draw.rows + first, 0) for draw, first in zip(draws, firsts, strict=False)]
     return Draws(
-        torch.cat([one.temperatures for one in draws]), torch.cat([one.keys for one in draws]), torch.cat(rows)
+        torch.cat([draw.temperatures for draw in draws]), torch.cat([draw.keys for draw in draws]), torch.cat(rows)
     )

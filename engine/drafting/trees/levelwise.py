@@ -1,7 +1,7 @@
 """LevelwiseDrafter: drafts a tree for every request of a batch, one forward pass for each level.
 
-A node's keys and values follow the committed tokens, in the order of computation. Accepted nodes' entries are moved to
-their final slots when the next proposal brings the committed tokens.
+A node's keys and values follow the committed tokens, in the order of computation. The next proposal moves accepted
+nodes' entries to their final slots.
 """
 
 from abc import ABC, abstractmethod
@@ -21,12 +21,12 @@ from engine.execution.batch import ForwardBatch, block_tensor
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, run_in_process
 
 TIP = 0
-"""The root of every tree, which stands for the committed tip and is not drafted."""
+"""The root of every tree: the committed tip, which is not drafted."""
 
 
 @dataclass(slots=True)
 class Node:
-    """A node of a tree; `path` leads from the tip's child to it, itself included, and is empty for the tip."""
+    """A node of a tree; `path` holds the nodes from the tip's child to this node, and is empty for the tip."""
 
     token_id: int
     parent: int
@@ -36,10 +36,10 @@ class Node:
 
 
 class Tree(ABC):
-    """Nodes that are appended, a parent before its children; subclasses decide how it grows."""
+    """Nodes in order, parents before children; subclasses decide how a tree grows."""
 
     def __init__(self, base: int, end_ids: Collection[int]) -> None:
-        """Make an empty tree at a tip with `base` committed tokens; nothing is drafted after tokens `end_ids`."""
+        """Start at a tip with `base` committed tokens; tokens `end_ids` get no children."""
         self.base = base
         self.nodes = [Node(-1, -1, [])]
         self.num_computed = 0
@@ -52,7 +52,7 @@ class Tree(ABC):
 
     @abstractmethod
     def draft(self) -> Draft:
-        """Return the tree as it is sent to the target, a node before its later siblings."""
+        """Return the tree as it is sent to the target, siblings in order."""
 
     def child(self, parent: int, token: int) -> int | None:
         """Return the first node for a token after a node."""
@@ -100,24 +100,24 @@ class TreeLevel(NamedTuple, Generic[T]):
 
     @property
     def depths(self) -> list[int]:
-        """Per node, its depth: the draft tokens from the committed tip up to it; 0 for the tip."""
+        """Per node, the number of draft tokens up to it."""
         return [len(self.tree.nodes[node].path) for node in self.nodes]
 
 
 class Kept(NamedTuple):
-    """The part of a request's cache that stays after a verdict, before its entries are moved."""
+    """A request's cache entries that stay after a verdict, before they are moved."""
 
     prefix: CachedPrefix
     base: int
     """How many tokens were committed before the verdict."""
     token_ids: list[int]
-    """The committed tokens after them whose entries stay."""
+    """The tokens after `base` whose entries stay."""
     compute_indices: list[int]
-    """For each entry after `base` that stays, its computation index in the tree."""
+    """Each such entry's position in the tree's order of computation."""
 
 
 class LevelwiseDrafter(ABC, Generic[T]):
-    """Drafts trees with a model in this process; subclasses choose their shape and their tokens."""
+    """Drafts trees with a model in this process; subclasses choose shapes and tokens."""
 
     def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
         self.width = TREE_WIDTH
@@ -144,7 +144,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
             return [tree.draft() if tree else NO_DRAFT for tree in grown]
 
     def tree_of(self, request_id: str) -> T | None:
-        """Return the request's last tree, as long as the cache holds its entries."""
+        """Return the request's last tree, if the cache holds its entries."""
         prefix = self.cache.prefixes.get(request_id)
         return None if prefix is None else cast("T | None", prefix.scratch)
 
@@ -166,7 +166,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
         """Learn which token was committed after a node."""
 
     def follow(self, request: Request, tree: T) -> tuple[int, Kept]:
-        """Return a tree's last computed node that was committed, and the entries that stay; learn and drop the tree."""
+        """Learn from the verdict and drop the tree; return its last committed computed node, and what stays."""
         node, indices = TIP, []
         for token in request.token_ids[tree.base :]:
             self.learn(request, tree, node, token)
@@ -192,7 +192,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
             entries.prefix.token_ids += entries.token_ids
 
     def batch(self, levels: Sequence[TreeLevel[T]]) -> ForwardBatch:
-        """Return the pass that computes a level: a node attends to the committed tokens, its path and itself."""
+        """Return the pass that computes a level: a node attends to the committed tokens and its path."""
         length = max(len(level.nodes) for level in levels)
         deepest = max(depth for level in levels for depth in level.depths)
         tables = [self.cache.prefixes[level.request.request_id].block_ids for level in levels]
@@ -204,7 +204,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
             positions.append([tree.base + depth - 1 for depth in level.depths] + [0] * padding)
             places.append([tree.base + tree.compute_index(node) for node in nodes] + [-1] * padding)
             paths = [[tree.base + tree.compute_index(step) for step in tree.nodes[node].path] for node in nodes]
-            # Place 0 is committed, so every node attends to it in any case.
+            # Every node attends to place 0 anyway, because it is committed.
             extra.append([path + [0] * (deepest - len(path)) for path in paths + [[]] * padding])
             indices += range(row * length, row * length + len(nodes))
         device = self.cache.kv.input_device
@@ -222,7 +222,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
         return ForwardBatch(torch.tensor(tokens, device=device), torch.tensor(indices, device=device), context)
 
     def grow(self, rows: Sequence[ProposeRow], batch: ForwardBatch) -> list[T]:
-        """Return a tree per row; `batch` computes the tips, with a row of logits for each."""
+        """Return a tree per row; `batch` computes the tips and their logits."""
         trees = [self.plant(row.request, row.num_draft_tokens) for row in rows]
         levels = [TreeLevel(row.request, tree, [TIP]) for row, tree in zip(rows, trees, strict=True)]
         while True:

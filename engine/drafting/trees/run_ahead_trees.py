@@ -1,12 +1,8 @@
 """RunAheadTreeDrafter: keeps growing the tree that it has sent while the target verifies it.
 
-Draft and target share their noise, so the target follows one path through the tree of all candidates, until it leaves
-the computed nodes. The verdict on the tree that was sent is the first part of that path. If it ends at a node that was
-computed meanwhile, the subtree after that node is the next draft, and it needs no pass.
-
-Ahead of the verdict, a pass computes the likeliest nodes of any depth. When the verdict comes, missing levels are
-computed if the batch gains by waiting for them. Complete drafts are sent at once, and the first `advance` moves their
-keys and values.
+If the verdict ends at a node that was computed meanwhile, the subtree after that node is the next draft, without a
+pass. Complete drafts are sent at once, and the first `advance` moves their keys and values. Missing levels are computed
+when the verdict comes, if the batch gains by waiting for them.
 """
 
 import functools
@@ -24,11 +20,11 @@ from engine.execution.batch import ForwardBatch
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, run_in_process
 
 _MOST_COMPUTED = 128
-"""Nodes of a tree that may be computed before the verdict on it is known."""
+"""Nodes of a tree that may be computed before its verdict."""
 
 
 class RunAheadTreeDrafter(PassesAhead):
-    """Drafts trees, and lets them grow in `advance`; without calls of it, it drafts as `TreeDrafter` does."""
+    """Drafts trees that grow in `advance`; without `advance`, it works like `TreeDrafter`."""
 
     def __init__(
         self, draft: DraftModel, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
@@ -38,13 +34,10 @@ class RunAheadTreeDrafter(PassesAhead):
         self.cache = self._grower.cache
         self._num_nodes = max(1, config.num_speculative_tokens)
         self._rows: dict[str, ProposeRow] = {}
-        """The rows of the last proposal."""
         self._trees: dict[str, BestFirstTree] = {}
-        """The growing tree of each request."""
         self._kept: dict[str, Kept] = {}
-        """The entries that stay after the last verdicts, until they are moved."""
         self._under_way: Callable[[], None] | None = None
-        """Adds the results of the pass that was launched ahead."""
+        """Adds the results of the launched pass."""
 
     def release(self, request_id: str) -> None:
         """Free a request's blocks; the other trees keep growing."""
@@ -71,7 +64,7 @@ class RunAheadTreeDrafter(PassesAhead):
         if any(len(row.request.token_ids) > before.get(row.request.request_id, math.inf) for row in rows):
             self._pace.observe_request(arrived, is_late=is_late or "unprepared" in reasons)
         missing = [row for row in drafted if row.request.request_id not in self._trees]
-        # If no row has a draft, the pass is run in any case: its time is measured again, and may be less by now.
+        # If no row has a draft, the pass runs anyway, so that its time is measured again.
         if missing and (len(missing) == len(drafted) or self._is_worth_waiting(len(missing))):
             self._plant_late(missing)
             is_late = self._is_worth_waiting(self._gain())
@@ -82,7 +75,7 @@ class RunAheadTreeDrafter(PassesAhead):
         return [drafts.get(row.request.request_id, NO_DRAFT) for row in rows]
 
     def _cut_trees(self, before: Container[str]) -> set[str | None]:
-        """Cut trees to the subtrees after their verdicts; return why rows have none, and None if a row has one."""
+        """Cut trees to the subtrees after their verdicts; return the misses' reasons, and None for hits."""
         trees, self._trees = self._trees, {}
         reasons: set[str | None] = set()
         for name, row in self._rows.items():
@@ -100,7 +93,7 @@ class RunAheadTreeDrafter(PassesAhead):
         return reasons
 
     def _cut(self, row: ProposeRow, tree: BestFirstTree) -> str | None:
-        """Cut a tree to the subtree after the committed tokens; return the reason if there is none."""
+        """Cut a tree to the subtree after the committed tokens, or return why there is none."""
         token_ids = row.request.token_ids
         node, kept = self._grower.follow(row.request, tree)
         self._kept[row.request.request_id] = kept
@@ -115,7 +108,6 @@ class RunAheadTreeDrafter(PassesAhead):
         return None
 
     def _move_kept(self) -> None:
-        """Move the entries that stay after the last verdicts to their final slots, and free the blocks behind them."""
         kept, self._kept = self._kept, {}
         self._grower.keep(kept.values())
         for name, entries in kept.items():
@@ -131,12 +123,11 @@ class RunAheadTreeDrafter(PassesAhead):
         return sum(tree.gain for _, tree in self._drafted())
 
     def _is_worth_waiting(self, gain: float) -> bool:
-        """Decide whether the batch waits for a pass that adds `gain` tokens: if more are committed per second so."""
+        """Return whether waiting for a pass that adds `gain` tokens commits more tokens per second."""
         now = len(self._rows) + sum(tree.expected for _, tree in self._drafted())
         return gain > 0 and self._pace.slowdown(1) < 1 + gain / now
 
     def _plant_late(self, rows: Sequence[ProposeRow]) -> None:
-        """Plant trees for rows without one, and compute their tips; the target waits for it."""
         self.settle()
         self._plant_missing(rows)
         if levels := self._uncomputed():
@@ -145,7 +136,7 @@ class RunAheadTreeDrafter(PassesAhead):
             self.cache.hold([level.request for level in levels])
 
     def _grow_late(self) -> bool:
-        """Compute another level of all trees while the target waits; return whether there was room for it."""
+        """Compute another level of all trees; return whether there was room for it."""
         self.settle()
         levels = []
         for row, tree in self._drafted():
@@ -197,7 +188,7 @@ class RunAheadTreeDrafter(PassesAhead):
         for name, tree in self._trees.items():
             request = self._rows[name].request
             self._grower.reserve(request, tree, min(tree.num_computed + width, _MOST_COMPUTED))
-            # After the deepest verdict, the next draft has nodes of twice that depth that are worth computing.
+            # The next draft's nodes may follow the deepest verdict, so nodes of twice that depth are useful.
             depth = min(2 * tree.num_nodes, self._backend.info.max_model_len - tree.base)
             levels.append(TreeLevel(request, tree, tree.likeliest(width, depth)))
         return [level for level in levels if level.nodes]

@@ -1,12 +1,12 @@
 """SampledTreeDrafter: trees of sampled tokens, each with its distribution, for rules that need draft rows.
 
-Where siblings are drawn without replacement (the rejection rule), a sibling's row lacks the earlier siblings. Where
-they are independent (k-sequential selection), the tree is several chains from the tip; equal beginnings are not merged,
-because the rule counts them.
+The rejection rule draws siblings without replacement, so a sibling's row lacks the earlier siblings. For k-sequential
+selection the tree is several independent chains from the tip. Equal beginnings are not merged, because the rule counts
+them.
 
-The emitted law is the target's only if a tree's shape does not depend on the tokens it holds. So the shape is chosen
-before the first token is drawn, by how often each sibling was accepted in earlier rounds; each node adds the product
-of these rates up to it (Chen et al., "Sequoia", 2402.12374, Section 3.1), and the best n are taken.
+The emitted law is the target's only if a tree's shape does not depend on its tokens. So the shape is chosen before the
+first draw, by earlier acceptance rates of siblings: it has the n nodes with the highest products of rates along their
+paths (Chen et al., "Sequoia", 2402.12374, Section 3.1).
 """
 
 import heapq
@@ -35,7 +35,7 @@ class SampledTree(Tree):
     """A tree of a given shape, whose tokens are filled in level by level."""
 
     def __init__(self, base: int, parents: Sequence[int], end_ids: Collection[int] = ()) -> None:
-        """Make an empty tree; `parents` are its shape, as in `Draft`."""
+        """`parents` are the shape, as in `Draft`."""
         super().__init__(base, end_ids)
         self._shape: dict[int, list[int]] = {}
         for position, parent in enumerate(parents):
@@ -46,7 +46,7 @@ class SampledTree(Tree):
         self._newest = 1
 
     def children_in_shape(self, node: int) -> list[int]:
-        """Return the positions in the shape of a node's children."""
+        """Return the positions of a node's children in the shape."""
         return self._shape.get(self._positions[node], [])
 
     def add(self, parent: int, token_ids: Sequence[int], rows: Sequence[tuple[list[int], list[float]]]) -> None:
@@ -83,7 +83,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
         """Return an empty tree for a request, of at most `num_nodes` nodes."""
         is_greedy = request.params.temperature == 0
         if self._independent:
-            # Greedy chains would all be the same one.
+            # Greedy chains would all be equal.
             parents = chains(num_nodes, 1 if is_greedy else self.width)
         else:
             parents = likeliest_shape(num_nodes, list(map(self._acceptance[is_greedy].rate, range(self.width))))
@@ -102,7 +102,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
             level.tree.add(node, tokens, self._rows_of(level.request, tokens, row_ids, logits))
 
     def _in_order(self, sparse: Tensor, runs: Sequence[Run]) -> list[list[int]]:
-        """Return tokens that are drawn from each row without replacement: the highest scores with Gumbel noise."""
+        """Draw from each row without replacement: the highest scores with Gumbel noise."""
         scores, tokens = noised(sparse, runs, noise.DRAFT_STREAM).topk(self.width, -1)
         self._backend.wait()
         return [
@@ -113,7 +113,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
     def _independently(
         self, sparse: Tensor, levels: Sequence[TreeLevel[SampledTree]], runs: Sequence[Run]
     ) -> list[list[int]]:
-        """Return tokens that are drawn from each row independently, one for each chain through it."""
+        """Draw from each row independently, a token per chain through it."""
         children = [level.tree.children_in_shape(node) for level in levels for node in level.nodes]
         repeated = [row for row, positions in enumerate(children) for _ in positions]
         row_children = iter(children)
@@ -129,7 +129,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
     def _rows_of(
         self, request: Request, tokens: Sequence[int], ids: list[int], logits: list[float]
     ) -> list[tuple[list[int], list[float]]]:
-        """Return the distribution that each sibling was sampled from, given its earlier siblings; it sums to 1."""
+        """Return the distribution of each sibling, given its earlier siblings."""
         if request.params.temperature == 0:
             return [(ids, [float(row_id == token) for row_id in ids]) for token in tokens]
         rows = []
@@ -140,7 +140,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
         return rows
 
     def learn(self, request: Request, tree: SampledTree, node: int, token: int) -> None:
-        """Learn how often each sibling is the accepted one; a rejected one cannot be the recovered token."""
+        """Learn how often each sibling is accepted; a rejected sibling cannot be the recovered token."""
         acceptance = self._acceptance[request.params.temperature == 0]
         siblings = [child.token_id for child in tree.nodes if child.parent == node]
         for rank, sibling in enumerate(siblings[: self.width]):
@@ -155,8 +155,8 @@ def _softmax(logits: Sequence[float]) -> list[float]:
 
 
 def likeliest_shape(num_nodes: int, rates: Sequence[float]) -> list[int]:
-    """Return the parents of the tree with the most accepted tokens expected; `rates` are of siblings in order."""
-    rates = list(itertools.accumulate(rates, min))  # a later sibling never comes without the earlier ones
+    """Return the parents of the tree with the most expected accepted tokens; `rates`: [siblings]."""
+    rates = list(itertools.accumulate(rates, min))  # a later sibling never comes without the earlier siblings
     parents: list[int] = []
     # Entries: minus a node's probability, a tie-breaker, its parent, its rank, and its parent's probability.
     heap = [(-rates[0], 0, -1, 0, 1.0)]

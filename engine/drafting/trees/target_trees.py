@@ -1,7 +1,6 @@
 """TargetTreeDrafter: best-first trees of a trained head in the target's process.
 
-As with chains, the target's cache keeps nothing of a draft: a node is computed in a place behind the tip, in the row's
-own blocks, and the verification pass overwrites the places of the nodes that are drafted.
+As with chains, nodes lie behind the tip in the row's blocks, and the verification pass overwrites them.
 """
 
 from collections import OrderedDict
@@ -27,16 +26,15 @@ class TargetTreeDrafter(TreeDrafter):
     def __init__(
         self, part: Part, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None
     ) -> None:
-        """Draft with a head."""
         self._in_target = TargetChainDrafter(part, config, backend, kv, grammars, num_ranked=NUM_CANDIDATES)
         super().__init__(self._in_target.draft_model, config)
 
     def parts(self, draft: DraftModel, config: EngineConfig) -> tuple[DraftCache, TokenDrawer]:
-        """Return the target's cache, where a tree has only the room that its row's blocks have, and the drawer."""
+        """Return the target's cache, in which a tree has only the room of its row's blocks, and the drawer."""
         return DraftCache(draft.backend, config, self._in_target.kv), self._in_target
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Grow trees for the rows whose drafts were left to the target; see `TargetDrafter.draft`."""
+        """Grow trees; see `TargetDrafter.draft`."""
         self._in_target.decides = decides
         able = self._in_target.able(rows)
         planned = [ProposeRow(row.request, row.draft.num_deferred) for row in able]

@@ -1,13 +1,12 @@
 """TreeDrafter: drafts the nodes that are most likely to be accepted, for rules that share noise.
 
-Under the coupled rule, the children of a node are the tokens with the highest scores under the target's noise: the
-target's token is among them as often as possible; a chain would hold the first.
+Under the coupled rule, the children of a node are the tokens with the highest scores under the target's noise, so the
+target's token is among them as often as possible.
 
-The expected number of accepted tokens of a tree is the sum, over its nodes, of the probability that the node and all
-before it are accepted (Chen et al., "Sequoia", 2402.12374, Section 3.1). A child's probability is never larger than its
-parent's, so the best tree of n nodes has the n best candidates, whatever its shape: a chain where the draft is sure,
-siblings where it is not. EAGLE-2 (2406.16858) grows trees alike, with the draft's probabilities; here they come from
-the scores that draft and target share, by how reliable scores were in earlier rounds.
+A tree's expected number of accepted tokens is the sum, over its nodes, of the probability that the node and all before
+it are accepted (Chen et al., "Sequoia", 2402.12374, Section 3.1). A child's probability never exceeds its parent's, so
+the best tree of n nodes has the n best candidates. EAGLE-2 (2406.16858) grows trees by the draft's probabilities. Here
+probabilities come from the shared scores and how reliable scores were in earlier rounds.
 """
 
 import itertools
@@ -22,25 +21,25 @@ from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Request
 
 COMPUTED_PER_NODE = 4
-"""Nodes that may be computed for each node of a draft."""
+"""Nodes that may be computed per node of a draft."""
 _LEAST_COMPUTED = 4
 _LEAST_PROBABILITY = 0.01
-"""A node that is less likely to be accepted is not computed ahead of the verdict."""
+"""Less likely nodes are not computed ahead of the verdict."""
 
 
 class BestFirstTree(Tree):
     """The candidates of one request; the best `num_nodes` are its draft, at most `width` after the same node.
 
-    Others may be computed ahead of the verdict, because any token may follow the last accepted one.
+    Other nodes may be computed ahead of the verdict, because any token may follow the last accepted token.
     """
 
     def __init__(self, base: int, num_nodes: int, width: int, end_ids: Collection[int] = ()) -> None:
         super().__init__(base, end_ids)
         self.next_tokens: dict[int, NextTokens] = {}
-        """The likeliest tokens after each computed node and the tip."""
+        """The likeliest tokens after each computed node."""
         self.num_nodes = num_nodes
         self.max_computed = 0
-        """How many nodes can be computed: nodes of the draft, and some that turn out not to be in it."""
+        """How many nodes can be computed, including nodes that turn out not to be in the draft."""
         self._width = width
         self._probs = [1.0]
         self._ranks = [0]
@@ -50,7 +49,7 @@ class BestFirstTree(Tree):
         self._newest = 0
 
     def add(self, parent: int, next_tokens: NextTokens, probs: Sequence[float]) -> None:
-        """Add the likeliest children of a node, with their probabilities if their parent is accepted."""
+        """Add the likeliest children of a node; `probs` assume that the parent is accepted."""
         self.next_tokens[parent] = next_tokens
         reached = self._probs[parent]
         for rank, (token, prob) in enumerate(zip(next_tokens.token_ids, probs, strict=False)):
@@ -60,10 +59,10 @@ class BestFirstTree(Tree):
         self._ranking = None
 
     def next_level(self) -> list[int]:
-        """Return the nodes to compute next: the last level's nodes whose children may become part of the draft.
+        """Return the last level's nodes whose children may become part of the draft.
 
-        A level computes at most a quarter of the draft's nodes (at least 4), the likeliest, so that some are left for
-        deep levels. The first level of a tree that was cut may have nodes of several depths.
+        A level has only the likeliest, at most a quarter of the draft's nodes (or 4), so that deep levels get some.
+        The first level of a tree that was cut may have nodes of several depths.
         """
         level = [node for node, _ in self._promising()][: self._num_free]
         self._newest = len(self.nodes)
@@ -72,7 +71,7 @@ class BestFirstTree(Tree):
 
     @property
     def gain(self) -> float:
-        """Upper bound of the accepted tokens that the next level is expected to add."""
+        """Upper bound of the expected accepted tokens that the next level adds."""
         return sum(gain for _, gain in self._promising())
 
     @property
@@ -81,7 +80,7 @@ class BestFirstTree(Tree):
         return sum(self._probs[node] for node in self._best())
 
     def likeliest(self, count: int, max_depth: int) -> list[int]:
-        """Return the nodes to compute ahead of the verdict: the likeliest, of any depth up to `max_depth`."""
+        """Return the likeliest nodes to compute ahead of the verdict, of any depth up to `max_depth`."""
         likely = itertools.takewhile(lambda node: self._probs[node] >= _LEAST_PROBABILITY, self._ranked())
         possible = (node for node in likely if self._can_grow(node) and len(self.nodes[node].path) <= max_depth)
         level = list(itertools.islice(possible, min(count, self._num_free)))
@@ -89,7 +88,7 @@ class BestFirstTree(Tree):
         return level
 
     def cut(self, root: int) -> list[int]:
-        """Make a computed node the tip of all that follows it; return the kept nodes' old computation indices."""
+        """Keep only the subtree after a computed node; return its computed nodes' old computation indices."""
         index = {root: TIP}
         for node, state in enumerate(self.nodes):
             if state.parent in index:
@@ -108,7 +107,7 @@ class BestFirstTree(Tree):
         return indices
 
     def draft(self) -> Draft:
-        """Return the best candidates as a draft, best first, so that its first n nodes are the best tree of n nodes."""
+        """Return the best candidates, best first, so that the first n are the best tree of n nodes."""
         return self._draft_of(self._best())
 
     def _best(self) -> list[int]:
@@ -145,7 +144,7 @@ class TreeDrafter(LevelwiseDrafter[BestFirstTree]):
     """Drafts the likeliest nodes by the scores that draft and target share."""
 
     def __init__(self, draft: DraftModel, config: EngineConfig, *, num_children: int | None = None) -> None:
-        """Make the draft's KV cache; `num_children` are added per node, by default as many as a draft may hold."""
+        """`num_children` are added per node, by default as many as a draft may hold."""
         super().__init__(draft, config)
         self._confidence = Confidence()
         self._num_children = num_children or self.width
@@ -173,7 +172,7 @@ class TreeDrafter(LevelwiseDrafter[BestFirstTree]):
         return self._drawer.step(batch, requests, depths, lambda: [level.paths for level in levels])
 
     def add_children(self, levels: Sequence[TreeLevel[BestFirstTree]], drawn: Drawn) -> None:
-        """Wait for a pass that was launched, and add the children of the level that it computed."""
+        """Wait for a launched pass, and add the children of the level that it computed."""
         self._backend.wait()
         assert drawn.ranking is not None
         computed = [(level, node) for level in levels for node in level.nodes]

@@ -1,4 +1,4 @@
-"""The state of a linear layer: its size, how a token changes it, and what a family's recurrence computes.
+"""The state of a linear layer: its size, and how tokens change it.
 
 In every family `state' = decay * state + left (x) right`, so a cache can keep draft tokens' updates for later.
 """
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 class StateShape(NamedTuple):
-    """The size of what one linear layer keeps of a context."""
+    """The size of a linear layer's state of one context."""
 
     channels: int  # of the convolution; 0 without a convolution
-    taps: int  # inputs that the convolution keeps, one less than its kernel
+    taps: int  # inputs that the convolution keeps: its kernel size - 1
     heads: int = 0  # matrices [rows, columns]; 0 for a short convolution
     rows: int = 0
     columns: int = 0
-    groups: int = 0  # distinct right vectors, each for `heads / groups` consecutive heads
+    groups: int = 0  # right vectors, each for `heads / groups` consecutive heads
     decays: int = 1  # factors per head: 1, or as many as rows
 
     def num_bytes(self, depth: int, itemsize: int) -> int:
-        """Return the bytes of a slot that keeps `depth` updates; the convolution's inputs take `itemsize` each."""
+        """Return the bytes of a slot with `depth` updates; the convolution's inputs take `itemsize` bytes each."""
         update = self.heads * (self.decays + self.rows) + self.groups * self.columns
         matrices = self.heads * self.rows * self.columns + depth * update
         return 4 * matrices + itemsize * self.channels * (self.taps + depth)
 
 
 class Update(NamedTuple):
-    """What one token does to the states of n contexts, in float32."""
+    """How a token changes the states of n contexts, in float32."""
 
     decay: Tensor  # [n, heads, decays]
     left: Tensor  # [n, heads, rows]
@@ -38,12 +38,14 @@ class Update(NamedTuple):
 class LayerStates:
     """The slots of one layer.
 
-    inputs: [slots, taps + depth, channels] of the convolution, committed, then the draft's; matrices: [slots, heads,
-    rows, columns] float32, after the last committed token; updates: [slots, depth, ...] each, by draft tokens.
+    Attributes:
+        inputs: [slots, taps + depth, channels] the convolution's inputs: committed tokens, then the draft's.
+        matrices: [slots, heads, rows, columns] float32, after the last committed token.
+        updates: [slots, depth, ...] each, by draft tokens.
     """
 
     def __init__(self, shape: StateShape, num_slots: int, depth: int, like: Tensor) -> None:
-        """Allocate zeros, which are also the state before the first token; `like` gives device and inputs' format."""
+        """Allocate zeros, the state before the first token; `like` has the device and the inputs' dtype."""
         self.taps = shape.taps
         self.inputs = like.new_zeros(num_slots, shape.taps + depth, shape.channels)
         zeros = like.float().new_zeros
@@ -67,18 +69,18 @@ class Recurrence(Protocol):
         ...
 
     def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute a context's consecutive tokens in chunks; return [tokens, heads, size] and the state after the last.
+        """Compute a context's next tokens in chunks; inputs: [tokens, ...].
 
-        state: [heads, rows, columns] before the first token; inputs: [tokens, ...] each.
+        Returns [tokens, heads, size] and the last state, [heads, rows, columns] as `state`.
         """
         ...
 
 
 class StateContext(Protocol):
-    """Access of linear layers to the states of one forward pass's rows; `layer` counts linear layers only."""
+    """Linear layers' access to the states of a pass's rows; `layer` counts linear layers only."""
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return each context's causal convolution, [tokens, channels], and keep the inputs for later passes.
+        """Return each context's causal convolution, [tokens, channels], and keep the inputs.
 
         inputs: [tokens, channels]; weight: [channels, kernel]; bias: [channels].
         """

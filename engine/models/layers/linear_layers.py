@@ -1,7 +1,7 @@
 """Linear layers: gated delta rules, Mamba 2 and short convolutions, whose states are in the context of a pass.
 
-transformers' layers call functions of their module by name, with the keywords of the pass. Replacements ask the context
-if it is among the keywords, and else call the original.
+transformers' layers call functions of their module by name. Each is replaced by a function that uses the context if it
+is among the keywords of the pass, and else calls the original.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from engine.models.layers.recurrences import GatedDelta, Mamba2
 
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_KV = {"linear_attention", "conv", "mlp", "moe"}
-"""Kinds of layers, as configurations name them, that have a state, and that have no keys and values."""
+"""Configurations' names of layers that have a state, and of layers without keys and values."""
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """Return each layer's kind, as its configuration names it; empty if all are alike."""
+    """Return each layer's name in the configuration; empty if all layers are alike."""
     text = config.get_text_config()
     return list(getattr(text, "layer_types", None) or [])[: text.num_hidden_layers]
 
@@ -39,15 +39,18 @@ def has_state(config: PreTrainedConfig) -> bool:
 
 
 def planned_states(config: PreTrainedConfig) -> tuple[list[StateShape], int]:
-    """Return what `prepare_linear_layers` would return for a model, before it is loaded."""
+    """Return the result of `prepare_linear_layers` for a model that is not loaded."""
     return prepare_linear_layers(on_meta(config), config) if has_state(config) else ([], 0)
 
 
 def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[list[StateShape], int]:
     """Give each layer the index of its state, or of its keys and values, and replace the functions that it calls.
 
-    Returns the states' sizes in order of layers, and the tokens per chunk of a prompt, 0 without linear layers. Raises
-    ModelError if the layers differ from the configuration, or transformers lacks such functions.
+    Returns:
+        The states' sizes in order of layers, and the tokens per chunk of a prompt (0 without linear layers).
+
+    Raises:
+        ModelError: the layers differ from the configuration, or pass no keywords to their functions.
     """
     if not has_state(config):
         return [], 0
@@ -71,7 +74,7 @@ def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[
         mixer.state_layer = index  # type: ignore[assignment]
         mixer.register_forward_pre_hook(_name_state, with_kwargs=True)
         probe = _Probe()
-        with torch.no_grad(), contextlib.suppress(TypeError):  # it may take no such keyword
+        with torch.no_grad(), contextlib.suppress(TypeError):  # `forward` may take no such keyword
             mixer(token, paged=probe)
         if not probe.sizes[0] or (has_matrices[index] and not probe.matrices):
             raise ModelError(
@@ -91,7 +94,7 @@ def _name_state(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[st
 
 
 class _Probe:
-    """A context that notes the sizes of a layer's state."""
+    """Notes the sizes of a layer's state."""
 
     sizes = (0, 0)
     matrices: tuple[int, ...] = ()
@@ -107,8 +110,6 @@ class _Probe:
 
 
 def _replacement(original: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes with the context of a pass, and calls the original without one."""
-
     @functools.wraps(original)
     def call(*arguments: Any, **keywords: Any) -> Any:
         if "state_layer" not in keywords:
@@ -152,7 +153,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _gated_delta,
     "mamba2_chunk_scan": _mamba2,
 }
-"""Replacements of transformers' functions, by name."""
 
 
 @functools.cache

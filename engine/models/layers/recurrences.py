@@ -1,4 +1,4 @@
-"""Recurrences: how a token changes a linear layer's matrices, in float32, and transformers' functions for many tokens.
+"""Recurrences: how a token changes a linear layer's matrices, and transformers' functions for many tokens.
 
 A matrix is S [rows, columns] per head. Gated delta rules (Yang et al., arXiv:2412.06464, section 3; per channel: Kimi
 Linear, arXiv:2510.26692, section 3) have rows of key size and columns of value size. Mamba 2 (Dao and Gu,
@@ -18,13 +18,13 @@ from engine.models.layers.layer_state import Update
 
 @dataclass(frozen=True)
 class ByChunk:
-    """A recurrence that transformers computes by chunks: `by_chunk` takes `chunk` tokens at once."""
+    """A recurrence that transformers computes in chunks: `by_chunk` takes `chunk` tokens."""
 
     by_chunk: Callable[..., tuple[Tensor, Tensor]]
     chunk: int
 
     def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute chunk after chunk: over several chunks, Mamba 2's function adds up states in another order."""
+        """Compute chunk by chunk, because for several chunks Mamba 2's function adds states in another order."""
         outputs, states = [], state.unsqueeze(0)
         for start in range(0, len(inputs[0]), self.chunk):
             output, states = self._scan_chunk(states, [tensor[None, start : start + self.chunk] for tensor in inputs])
@@ -37,7 +37,7 @@ class ByChunk:
 
 @dataclass(frozen=True)
 class GatedDelta(ByChunk):
-    """S' = d S + k (x) b (v - (d S)^T k), output S'^T q; inputs q, k, v, log d and b; d is one per head or row."""
+    """S' = d S + k (x) b (v - (d S)^T k), output S'^T q; inputs q, k, v, log d and b; d is per head or per row."""
 
     chunk: int = 64
 
@@ -71,7 +71,7 @@ class GatedDelta(ByChunk):
 class Mamba2(ByChunk):
     """S' = exp(t A) S + t x (x) B, output S' C + D x; inputs x, t before its bias, B and C.
 
-    t is softplus(t + bias) within `limits`, in the model's number format as in transformers. a, d, bias: [heads].
+    t is softplus(t + bias) within `limits`, in the model's dtype as in transformers. a, d, bias: [heads].
     """
 
     a: Tensor
@@ -98,13 +98,13 @@ class Mamba2(ByChunk):
 
     def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         x, step, b, c = inputs
-        given: dict[str, Any] = {"chunk_size": self.chunk, "D": self.d, "dt_bias": self.bias, "dt_limit": self.limits}
+        fixed: dict[str, Any] = {"chunk_size": self.chunk, "D": self.d, "dt_bias": self.bias, "dt_limit": self.limits}
         flags = {"dt_softplus": True, "return_final_states": True}
-        return self.by_chunk(x, step, self.a, b, c, initial_states=state, **given, **flags)
+        return self.by_chunk(x, step, self.a, b, c, initial_states=state, **fixed, **flags)
 
 
 def _unit_vectors(vectors: Tensor, heads: int) -> Tensor:
-    """Return float32 vectors of length 1, one per head, from [n, groups, size]."""
+    """[n, groups, size] -> [n, heads, size]."""
     vectors = vectors.float()
     vectors = vectors * (vectors.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
     return vectors.repeat_interleave(heads // vectors.shape[1], dim=1)

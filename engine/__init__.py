@@ -1,18 +1,14 @@
 """Speculative decoding as a library: tensors and tokens; no Ray, no HTTP.
 
-The trunk, in reading order: `protocols` (a round's roles, messages and terms), `params` (the sampling parameters of a
-request), `engine` (a step), `scheduler` (who takes part in a round), `rounds` (one in flight, or two that alternate),
-`llm` (all of it in one process), `laws` (whether a rule or a drafter leaves the text's law alone), `config` (every
-setting) and `errors` (every exception).
+The trunk, in reading order: `protocols` (roles, messages and terms of a round), `params` (sampling parameters),
+`engine` (a step), `scheduler` (the requests of a round), `rounds` (one round in flight, or two that alternate), `llm`
+(the engine in one process), `laws` (tests of a rule or drafter), `config` (settings) and `errors` (exceptions).
 
-Each folder answers one question: `requests/` (which requests are served, which one starts next, and what has each of
-them got?), `blocks/` (which blocks are whose, which can be shared, and what else does a kind of cache give to
-requests?), `control/` (how many draft tokens, for whom, and do they pay?), `stats/`
-(what is counted?), `sampling/` (which token do these logits give?), `drafting/`
-(who proposes?), `verification/` (which draft tokens are accepted?), `models/` (which model is this, and where are its
-weights?), `hybrids/` (how does the state of linear layers roll back?), `encoder_decoder/` (how does an encoder's output
-get into the cache of a decoder?), `heads/` (how does a trained head draft from a target's layers?), `execution/` (how
-is a pass computed?) and `training/` (how is a draft made, and is it worth it?).
+The folders: `requests/` (admission, order and progress of requests), `blocks/` (the KV cache's blocks), `control/`
+(draft lengths), `stats/` (counters), `sampling/` (logits to tokens), `drafting/` (drafters), `verification/`
+(acceptance), `models/` (families and weights), `hybrids/` (models with linear layers), `encoder_decoder/` (models with
+an encoder), `heads/` (trained heads), `execution/` (forward passes) and `training/` (how drafts are made and
+evaluated).
 """
 
 import importlib

@@ -1,7 +1,4 @@
-"""Engine: `add`, `abort` and `step`; a step runs one round: propose, verify, commit.
-
-Texts and statistics of a round are made in `take_outputs`, so that a caller can do this while the next one computes.
-"""
+"""Engine: `add`, `abort` and `step`; a step runs one round: propose, verify, commit."""
 
 import time
 from collections.abc import Callable, Collection
@@ -39,7 +36,7 @@ from engine.stats.requests import RequestStats
 
 @dataclass(slots=True)
 class _Committed:
-    """A finished round, and the outputs of it that nobody has taken, with their sequences."""
+    """A finished round, and its outputs that `take_outputs` has not returned yet."""
 
     batch: list[ScheduledRow]
     outputs: list[tuple[Sequence, RequestOutput]]
@@ -51,12 +48,10 @@ class Engine:
     """Runs requests with a drafter and a verifier, wherever these two compute.
 
     Args:
-        target: the loaded target. If it has a start token, that begins the text after each prompt, the model's input;
-            such requests share no keys and values, because those of an input's token depend on all others.
+        target: the loaded target. If it has a start token, the prompt is an encoder's input, and the start token
+            begins the text. The cache of an input token depends on the whole input, so prefix caching is then off.
         num_blocks: the target's KV blocks, including block 0, which no request gets.
         tokenizer: a transformers fast tokenizer; None leaves `RequestOutput.text` empty.
-        clock: returns seconds; round times are measured with it.
-        overlaps: what the drafter can do while the target verifies.
     """
 
     def __init__(
@@ -115,18 +110,15 @@ class Engine:
         """Queue a request; it shares cached prefixes only with requests of the same `cache_salt`.
 
         Args:
-            output_token_ids: tokens that another engine committed for this request. With the same seed in `params` and
-                the coupled rule, the text continues as it would have there, else by the same law. Such requests are
-                queued before new ones.
+            output_token_ids: tokens that another engine committed for this request. With the same seed and the coupled
+                rule, the text continues as it would have there; else it has the same distribution.
             predicted_token_ids: the output that the client predicts, to draft from; it does not change the text.
-            priority: lower starts earlier, and is preempted later.
-            owner: whose request it is: see `WaitingQueue`.
+            priority: a lower priority starts earlier, and is preempted later.
+            owner: owners share the engine's tokens equally; see `WaitingQueue`.
 
         Raises:
-            RequestError: this model cannot serve the prompt or a parameter, its drafts are shorter than the fixed
-                length, or the output has ended.
-            QueueFullError: `max_queued_requests` are waiting, the owner has its share of them, and the request has no
-                output yet.
+            RequestError: this model cannot serve the prompt or a parameter, or the output has ended.
+            QueueFullError: the queue is full; a request with output is never refused.
         """
         params = self._limits.fit(prompt_token_ids, params, is_new=not output_token_ids)
         self._limits.check_ids("prediction", predicted_token_ids)
@@ -157,7 +149,7 @@ class Engine:
         self.request_stats.add(request_id, self._clock())
 
     def abort(self, request_id: str) -> None:
-        """Drop a request, its blocks and the outputs that nobody has taken; unknown ids are ignored."""
+        """Drop a request, its blocks and its outputs; unknown ids are ignored."""
         self.scheduler.abort(request_id)
         self._release(request_id)
         self.request_stats.release(request_id)
@@ -167,21 +159,21 @@ class Engine:
             self._round_ended = None
 
     def reset(self) -> None:
-        """Recompute every running request from its committed tokens, after the target lost its KV cache."""
+        """Recompute all running requests from their committed tokens, after the target lost its KV cache."""
         self._rounds.drop()
         self.scheduler.reset()
         self._round_ended = None
 
     async def step(self) -> list[RequestOutput]:
-        """Run one round and return its outputs; `run_round` names the errors."""
+        """Run one round and return its outputs; raises what `run_round` raises."""
         await self.run_round()
         return self.take_outputs()
 
     async def run_round(self, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Run one round, and return whether it computed prompts; `take_outputs` returns what it commits.
+        """Run one round, and return whether it computed prompts; `take_outputs` returns its outputs.
 
         Args:
-            meanwhile: called once, when the target computes, or is about to get its round.
+            meanwhile: called once, while the target computes or just before.
 
         Raises:
             TargetError: the round failed and committed nothing; call `reset` and step again.
@@ -192,7 +184,6 @@ class Engine:
         return await self._rounds.run(self.verifier.verify, meanwhile, num_cohorts)
 
     async def _round(self, verify: Verify, meanwhile: Callable[[], object]) -> bool:
-        """Plan, propose, verify, commit, and learn from the round; see `run_round`."""
         # Time between rounds counts towards the later round, unless the engine was idle.
         started_s = self._clock() if self._round_ended is None else self._round_ended
         plan = self.planner.plan(self.scheduler.decoding, has_prompts=self.scheduler.has_prompts)
@@ -224,7 +215,7 @@ class Engine:
         return any(row.start < row.request.prompt_length for row in batch)
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return the outputs of all rounds since the last call, with their texts, and count them."""
+        """Detokenize, count and return the outputs since the last call; the next round may compute meanwhile."""
         rounds, self._committed = self._committed, []
         for done in rounds:
             outputs = [output for _, output in done.outputs]
@@ -237,7 +228,7 @@ class Engine:
         return [output for done in rounds for _, output in done.outputs]
 
     async def _propose(self, plan: Plan, batch: list[ScheduledRow]) -> list[Draft]:
-        # A row in prefill gets no draft yet, but its prompt lets a drafter that runs ahead prepare one.
+        # Rows in prefill are included: their prompts let a drafter with run-ahead prepare the first draft.
         speculating = [row for row in batch if plan.length_of(row.request) > 0]
         if not speculating:
             return [NO_DRAFT] * len(batch)
@@ -245,14 +236,14 @@ class Engine:
             proposed = await self.drafter.propose(speculating)
             check_drafts(proposed, speculating, self.vocab_size)
         except BaseException:
-            for row in batch:  # what the drafter has computed for them is not known
+            for row in batch:  # the drafter's state of these requests is unknown
                 self.drafter.release(row.request.request_id)
             raise
         drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
         return [drafts.get(id(row), NO_DRAFT) for row in batch]
 
     def _present(self, batch: list[ScheduledRow], drafts: list[Draft]) -> tuple[list[ScheduledRow], list[VerifyRow]]:
-        """Return the rows to verify, without requests that were aborted meanwhile: they have lost their blocks."""
+        """Drop the rows of requests aborted while the drafter proposed: their blocks are freed."""
         running = {id(sequence.request) for sequence in self.scheduler.running}
         drafted = [(row, draft) for row, draft in zip(batch, drafts, strict=True) if id(row.request) in running]
         return [row for row, _ in drafted], [row.verify(draft) for row, draft in drafted]

@@ -14,7 +14,7 @@ PacelineError                  base; never raised itself
   DrafterError                 a drafter proposed an invalid draft: an error in the drafter
 ```
 
-Each carries one message string, so it pickles across processes; it names the fault, the value and the limit.
+Messages name the fault, the value and the limit.
 """
 
 

@@ -1,10 +1,10 @@
-"""check_rule and check_drafter: whether texts have the target's law with a rule or a drafter of your own.
+"""check_rule and check_drafter: whether a rule or a drafter of your own leaves the distribution of texts unchanged.
 
-Hundreds of short texts are generated with an engine over a target whose law is written down, and the frequencies of
-their first tokens are compared with their joint law: the law of the first token alone would show neither a token that
-is accepted after a rejected one nor a bonus drawn from the wrong row. This shows a bias of some 20 %, and of 1 % if it
-is a token that the target never draws. Of a rule that `decide_by` makes, the laws that the last token would be drawn
-from are averaged (Rao-Blackwell), over all drafts and evenly spread coins: this shows a total variation of 0.4 %.
+An engine generates 700 short texts from a target with a known law (distribution of texts). The frequencies of the first
+three tokens are compared with their joint law; the first token alone would not show a wrong bonus. This detects a bias
+of about 20 %, or of 1 % in a token that the target never draws. For a rule made by `decide_by`, the law of a round's
+first token is averaged over all drafts and evenly spread coins (Rao-Blackwell), which detects a total variation of
+0.4 %.
 """
 
 import itertools
@@ -31,25 +31,25 @@ from engine.verification.verifier import paths
 _VOCAB, _LENGTH, _NUM_DRAFTED, _NUM_TEXTS = 4, 3, 3, 700
 _PROMPT = [0, 1, 2, 3, 1, 2]
 _LEAST_P_VALUE = 1e-7
-"""A right rule or drafter fails by chance once in ten million comparisons."""
+"""A correct rule or drafter fails by chance once in ten million comparisons."""
 _NUM_TOSSES, _MOST_APART = 8192, 0.003
-"""Rounds whose laws are averaged, and the total variation of a right rule's average, as coins are at so many places."""
+"""Rounds to average, and the largest total variation of a correct rule with that many coins."""
 _NEVER = 3
-"""A token that the target never draws in some texts."""
+"""The token that `check_rule` lets the target never draw."""
 
 
 class LawError(PacelineError):
-    """Texts do not have the target's law, or depend on a draft on which they must not depend."""
+    """Texts do not have the target's law, or depend on drafts although the rule forbids it."""
 
 
 def check_rule(rule: Rule) -> None:
-    """Raise LawError unless a rule leaves the text's law alone, with right, wrong, sure and impossible drafts."""
-    target, other = _random_law(1), _random_law(2)
-    for source, law in {"the target's law": target, "another law": other, "no law at all": None}.items():
+    """Raise LawError unless texts have the target's law under a rule, whatever law the drafts have."""
+    target, draft_law = _random_law(1), _random_law(2)
+    for source, law in {"the target's law": target, "another law": draft_law, "no law at all": None}.items():
         _compare(_texts(target, rule, _LawDrafter(law, rule)), target, f"with drafts from {source}")
-    target[..., _NEVER], other[..., _NEVER] = 0, 9
-    target, other = target / target.sum(-1, keepdim=True), other / other.sum(-1, keepdim=True)
-    _compare(_texts(target, rule, _LawDrafter(other, rule)), target, "with drafts that the target never draws")
+    target[..., _NEVER], draft_law[..., _NEVER] = 0, 9
+    target, draft_law = target / target.sum(-1, keepdim=True), draft_law / draft_law.sum(-1, keepdim=True)
+    _compare(_texts(target, rule, _LawDrafter(draft_law, rule)), target, "with drafts that the target never draws")
     if isinstance(rule.decide, partial) and rule.decide.func is decide_by:
         _check_round(rule.decide.args[0], [-1, -1] if rule.independent_siblings else [-1, 0])
 
@@ -57,10 +57,10 @@ def check_rule(rule: Rule) -> None:
 def check_drafter(
     make: Callable[[EngineConfig], Drafter], rules: Sequence[str] = ("coupled", "rejection", "block")
 ) -> None:
-    """Raise LawError unless a drafter leaves texts alone under some rules: the coupled rule's text, the others' law.
+    """Raise LawError unless a drafter leaves the texts' law unchanged; with the coupled rule, the texts themselves.
 
     Args:
-        make: returns the drafter, given the configuration; its class will do.
+        make: returns the drafter, given the configuration; a class will do.
     """
     target, plain = _random_law(1), _texts(_random_law(1), RULES["coupled"], NoDrafter())
     for name in rules:
@@ -74,7 +74,7 @@ def check_drafter(
 
 
 def p_value(counts: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> float:
-    """Return the chi-square p-value of counts against a law, rare outcomes put together; 0 if one is impossible."""
+    """Return the chi-square p-value of counts against a law, rare outcomes merged; 0 if the law forbids a count."""
     if not all(law[outcome] > 0 for outcome in counts):
         return 0.0
     total = sum(counts.values())
@@ -89,26 +89,21 @@ def p_value(counts: Mapping[Hashable, int], law: Mapping[Hashable, float]) -> fl
 
 
 def _random_law(seed: int) -> Tensor:
-    """Return a law of the next token given the last two, [vocab, vocab, vocab]."""
+    """Return the law of the next token given the last two, [vocab, vocab, vocab]."""
     weights = torch.rand(_VOCAB, _VOCAB, _VOCAB, generator=torch.Generator().manual_seed(seed)) + 0.02
     return weights / weights.sum(-1, keepdim=True)
 
 
 def _check_round(accept: Accept, parents: Sequence[int]) -> None:
-    """Raise LawError unless the first token of a round has the target's law; see the module.
-
-    Args:
-        parents: of the drafts, whose tokens are drawn independently.
-    """
     target = _random_law(1)
-    other, count = (-12 * target).softmax(-1), _NUM_TOSSES // _VOCAB ** len(parents)
-    # Multiples of the powers of 1 / phi, where phi ** 3 = phi + 1, are spread evenly over two dimensions.
+    draft_law, count = (-12 * target).softmax(-1), _NUM_TOSSES // _VOCAB ** len(parents)
+    # Evenly spread points in two dimensions: multiples of powers of 1 / phi, where phi ** 3 = phi + 1.
     coins = torch.arange(1, count + 1, dtype=torch.float64).unsqueeze(-1) * 1.3247179572 ** -torch.tensor([1.0, 2.0])
     emitted = torch.zeros(_VOCAB)
     for number, tokens in enumerate(itertools.product(range(_VOCAB), repeat=len(parents))):
         drafted = Draft(list(tokens), list(parents))
         ends = [tuple([*_PROMPT, *path][-2:]) for path in paths(drafted)]
-        rows = [other[ends[parent + 1]].tolist() for parent in parents]
+        rows = [draft_law[ends[parent + 1]].tolist() for parent in parents]
         weight = math.prod(row[token] for row, token in zip(rows, tokens, strict=True)) / count
         draft = replace(drafted, top_ids=[[*range(_VOCAB)]] * len(rows), top_probs=rows)
         probs, tossed = torch.stack([target[end] for end in ends]), (coins + 0.618 * number).frac().flatten().float()
@@ -132,12 +127,11 @@ def _config(verification: str = "coupled") -> EngineConfig:
 
 
 def _texts(target: Tensor, rule: Rule, drafter: Drafter) -> list[list[int]]:
-    """Return the first tokens of each text."""
     info, verifier = ModelInfo("law", _VOCAB, 64, [], 0, "float32", "cpu"), _LawVerifier(target, rule)
     engine = Engine(_config(), info, drafter=drafter, verifier=verifier, num_blocks=_NUM_TEXTS)
     texts: dict[str, list[int]] = {str(seed): [] for seed in range(_NUM_TEXTS)}
     for seed, name in enumerate(texts):
-        # A few tokens more, so that the last ones looked at are drafted, too.
+        # Two tokens more, so that the last compared token is drafted, too.
         engine.add(name, _PROMPT, SamplingParams(seed=seed, max_tokens=_LENGTH + 2, ignore_eos=True))
     while engine.has_work:
         for output in run_in_process(engine.step()):
@@ -160,13 +154,10 @@ def _compare(texts: Sequence[Sequence[int]], target: Tensor, case: str) -> None:
 
 
 class _LawVerifier:
-    """A target whose next token depends on the last two: its law is known."""
-
     def __init__(self, law: Tensor, rule: Rule) -> None:
         self._law, self._rule = law, rule
 
     async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
-        """Decide by the rule, and by the law's own rows."""
         texts = [[*row.request.token_ids[-2:], *path] for row in rows for path in paths(row.draft)]
         logits = self._law[[text[-2] for text in texts], [text[-1] for text in texts]].log()
         runs = [Run(row.request, list(map(len, paths(row.draft)))) for row in rows]
@@ -178,13 +169,12 @@ class _LawVerifier:
 
 
 class _LawDrafter(NoDrafter):
-    """Samples chains from a law as the rule needs it; without a law, it always drafts the same tokens."""
+    """Samples chains from a law; without a law, it always drafts the same tokens."""
 
     def __init__(self, law: Tensor | None, rule: Rule) -> None:
         self._law, self._rule = law, rule
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return chains, with the distributions that their tokens were sampled from."""
         chains: list[list[int]] = [[] for _ in rows]
         probs: list[list[list[float]]] = [[] for _ in rows]
         stream = noise.TARGET_STREAM if self._rule.shares_noise else noise.DRAFT_STREAM

@@ -1,4 +1,4 @@
-"""LLM: the engine in one process, for scripts and notebooks, with the interface of vLLM's `LLM`."""
+"""LLM: the engine in one process, for scripts and notebooks, with vLLM's interface."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """One entry per prompt token from the second on."""
+    """For each prompt token from the second on."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def append(self, output: RequestOutput) -> None:
@@ -62,16 +62,16 @@ class LLM:
 
     Args:
         target_model: a transformers directory, a hub name in the local cache, `bundled`, or `auto`: the target that a
-            trained head names, else the bundled one.
+            trained head names, else the bundled target.
         draft_model: likewise, or a trained head; `none` is plain decoding, `auto` the bundled draft for the bundled
             target, else none.
         seed: requests without a seed derive theirs from it, so that runs are reproducible.
-        settings: any other field of `engine.config.PairConfig`; `serve run` takes the same names.
+        settings: any other field of `engine.config.PairConfig`.
 
     Raises:
         ConfigError: a setting is unknown, or its value out of bounds.
         ModelError: a model cannot be served.
-        ModelMismatchError: draft and target have less than half of the draft's tokens in common.
+        ModelMismatchError: draft and target share less than half of the draft's tokens.
     """
 
     def __init__(
@@ -119,16 +119,19 @@ class LLM:
         *,
         show_progress: bool = True,
     ) -> list[PromptOutput]:
-        """Complete every prompt; parameters are one for all, or one each.
+        """Complete every prompt.
 
-        A prompt is text or token ids, also as `{"prompt": text}` or `{"prompt_token_ids": ids}`; `[1, 2]` is one.
+        Args:
+            prompts: a text or token ids, plain or as `{"prompt": text}` or `{"prompt_token_ids": ids}`; or a list of
+                such prompts.
+            params: for all prompts, or a list with an entry for each.
 
         Raises:
-            RequestError: a prompt or a parameter is invalid for this model; nothing is returned then.
+            RequestError: a prompt or a parameter is invalid for this model.
         """
         prompts = _plain(prompts)
-        is_one = isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable)
-        given: list[Any] = [prompts] if is_one else [*prompts]
+        is_single = isinstance(prompts, str | bytes | dict) or not isinstance(prompts, Iterable)
+        given: list[Any] = [prompts] if is_single else [*prompts]
         texts = [given] if given and are_numbers(given) else given
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(texts)
@@ -187,5 +190,4 @@ class LLM:
 
 
 def _plain(value: Any) -> Any:
-    """Return an array or tensor as lists, and any other value as it is."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -9,12 +9,11 @@ from engine.errors import RequestError
 
 MAX_SEED = 2**63 - 1
 _MIN_TEMPERATURE, _MIN_REPETITION_PENALTY = 1e-6, 1e-20
-"""Lower temperatures count as 0, because they resolve less than the rounding of logits; lower penalties are raised to
-this one, which has the same effect. Both would make logits infinite."""
+"""Lower temperatures count as 0, and lower penalties as this minimum: they would make logits infinite."""
 
 
 def nth_seed(first: int, index: int) -> int:
-    """Return the seed of the text number `index`, which is `first` plus the index, wrapped to the range of seeds."""
+    """Return the seed of text number `index`: `first + index`, wrapped to the range of seeds."""
     span = 2 * (MAX_SEED + 1)
     return (first + index + MAX_SEED + 1) % span - MAX_SEED - 1
 
@@ -23,10 +22,10 @@ def nth_seed(first: int, index: int) -> int:
 class SamplingParams:
     """How the tokens of one request are drawn and when they end.
 
-    None is a field's default, but for `max_tokens`: all that there is room for. `stop` may be one string.
+    None stands for a field's default; for `max_tokens`, it means no limit but the context. `stop` may be a string.
 
     Raises:
-        RequestError: a value is out of range; the message names the field, the value and the limits.
+        RequestError: a value is out of range.
     """
 
     temperature: float = 1.0
@@ -46,17 +45,17 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     mark_token_ids: list[int] = field(default_factory=list)
-    """Tokens that delimit parts of the text: it holds them even if they are special, and no stop string is in them."""
+    """Delimiters of parts of the text: shown even if they are special, and not searched for stop strings."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     fixes_draft_length: bool = False
     """Draft `num_speculative_tokens` in every round, whatever `speculation=adaptive` chooses for other requests."""
     traces_rounds: bool = False
-    """Outputs tell which draft each round verified."""
+    """Add a `RoundTrace` to each output."""
     n: int = 1
     grammar: str | None = None
-    """A grammar that the text must match, made by a function of `engine.sampling.grammar`."""
+    """The text must match this grammar, made by a function of `engine.sampling.grammar`."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -80,7 +79,7 @@ class SamplingParams:
 
     @property
     def depends_on_path(self) -> bool:
-        """Whether the draft tokens before a row change its distribution."""
+        """Whether earlier draft tokens change a row's distribution in other ways than through its logits."""
         return self.has_penalties or self.grammar is not None
 
     @property
@@ -108,7 +107,6 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def _checked(setting: Any, value: Any) -> Any:
-    """Return a field's value in the field's type, the default for None; raise RequestError if it is none."""
     name, default = setting.name, setting.default
     if value is None and name == "max_tokens":
         return 2**31 - 1
@@ -144,6 +142,6 @@ def _checked(setting: Any, value: Any) -> Any:
 
 
 def are_numbers(values: Iterable[Any], kind: type = int) -> bool:
-    """Return whether all values are numbers, whole ones for `int`; truth values are none."""
+    """Return whether all values are numbers, integers if `kind` is int; booleans are not numbers."""
     number = Integral if kind is int else Real
     return all(isinstance(value, number) and not isinstance(value, bool) for value in values)

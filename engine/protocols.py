@@ -1,11 +1,8 @@
 """The two roles of a round, Drafter and Verifier, and the data that they exchange with the engine.
 
-Words: *draft tokens* are proposed and not yet verified; *accepted* ones were kept; *recovered* is the token the target
-puts in place of the first rejected one; *bonus* is the token after a fully accepted draft; *committed* tokens (accepted
-plus the recovered or bonus one) are final and visible.
-
-A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committed tip, and `parents[i] < i`. In a chain,
-`parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
+Words: *draft tokens* are proposed and not yet verified; *accepted* draft tokens were kept; the *recovered* token
+replaces the first rejected token; the *bonus* token follows a fully accepted draft; *committed* tokens (accepted plus
+recovered or bonus) are final and visible. The *tip* is the last committed token.
 """
 
 from collections.abc import Coroutine, Generator, Mapping, Sequence
@@ -19,14 +16,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The draft of one request.
+    """The draft of one request, a tree; an empty draft is plain decoding.
 
-    `top_ids` and `top_probs` ([n][m] each) are the distributions that the tokens were sampled from, restricted to the
-    drafter's top m tokens, whose probabilities sum to 1. Only a rule that needs draft rows gets them.
-
-    `is_predicted` says that the tokens are a copy of the output that the client predicts.
-
-    `num_deferred` tokens are left to the target, which drafts them before it verifies; then the draft holds none.
+    Attributes:
+        parents: the index of each node's parent, which is less than the node's; -1 is the committed tip.
+        top_ids, top_probs: [n][m], the distributions that the tokens were sampled from, restricted to the drafter's
+            top m tokens, whose probabilities sum to 1. None unless the verification rule needs them.
+        num_deferred: how many tokens the target drafts itself before it verifies; then `token_ids` is empty.
+        is_predicted: whether the tokens are copied from the output that the client predicts.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -43,7 +40,7 @@ class Draft:
 
 
 def chain(token_ids: list[int]) -> Draft:
-    """Return a draft that is a chain."""
+    """Return a draft in which each token follows the token before it."""
     return Draft(token_ids, list(range(-1, len(token_ids) - 1)))
 
 
@@ -54,16 +51,14 @@ NO_DRAFT = Draft()
 class Request:
     """A request, as the engine, drafters and verifiers see it.
 
-    Exactly one owner appends to `token_ids`: `Sequence.commit` where the engine runs, `PrefixTable.apply` in a worker.
-    Everything else only reads the list, and copies it to keep it after the call.
-
     Attributes:
-        token_ids: the prompt and the committed output, never a draft token.
-        prompt_length: how many of them are the prompt.
-        salt: requests share cached blocks and outputs only with requests of the same salt; empty in workers.
-        input_length: how many of the first tokens are a model's input, which one pass must compute together; 0 for
-            models whose text continues the prompt. After an input, the prompt's last token starts the text.
-        predicted_token_ids: the output that the client predicts, whole or in part; empty in workers.
+        token_ids: the prompt and the committed output, never a draft token. Only the owner appends to it: `Sequence`
+            in the engine, `PrefixTable` in a worker. All others copy the list if they keep it after the call.
+        prompt_length: how many tokens are the prompt.
+        salt: requests share cached blocks only with requests of the same salt; empty in workers.
+        input_length: the number of first tokens that an encoder reads, all in one pass; 0 without an encoder. With an
+            encoder, the prompt's last token is the start token of the text.
+        predicted_token_ids: the output that the client predicts; empty in workers.
     """
 
     request_id: str
@@ -76,12 +71,12 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens the client sent: after an input, the prompt has one more, which starts the text."""
+        """How many tokens the client sent: the prompt, without an encoder-decoder's start token."""
         return self.input_length or self.prompt_length
 
     @property
     def num_output_tokens(self) -> int:
-        """How many tokens after the prompt are committed."""
+        """The number of committed tokens after the prompt."""
         return len(self.token_ids) - self.prompt_length
 
     @property
@@ -90,18 +85,18 @@ class Request:
         return self.token_ids[self.prompt_length :]
 
     def copy(self) -> "Request":
-        """Return the request as it is now: tokens that its owner appends later do not appear in the copy."""
+        """Return a copy with its own `token_ids`."""
         return replace(self, token_ids=list(self.token_ids))
 
 
 class SlotRow(NamedTuple):
-    """Where a row has what its cache keeps beside keys and values: one slot a request, which cannot be cut.
+    """Where a row's recurrent state or encoder output is stored: a slot per request.
 
     Attributes:
-        slot: the request's own slot; the pass leaves there what stands for the row up to its last committed token.
-        source: the slot that the pass starts from: its own, a cached one, or 0 for none of the context.
-        num_folded: how many of the source's stored draft tokens were accepted, before `start`.
-        saves: (place, slot): what stands for so many tokens of the context is also written to that slot.
+        slot: the request's slot; the pass stores the state there, up to the last committed token.
+        source: the slot that the pass starts from: the request's, a cached slot, or 0 at the start of the context.
+        num_folded: how many of the draft tokens stored in `source` were accepted; the state at `start` includes them.
+        saves: pairs (n, slot): the state after the first n tokens is also written to that slot.
     """
 
     slot: int
@@ -112,10 +107,7 @@ class SlotRow(NamedTuple):
 
 @dataclass(slots=True)
 class ProposeRow:
-    """One row of a proposal: a request, and the longest draft that it may get.
-
-    `runs_ahead` lets a drafter that is able to prepare the request's next draft while the target verifies.
-    """
+    """A request, the longest draft that it may get, and whether a drafter may run ahead for it."""
 
     request: Request
     num_draft_tokens: int
@@ -124,7 +116,7 @@ class ProposeRow:
 
 @dataclass(slots=True)
 class ScheduledRow(ProposeRow):
-    """One request in a round, before its draft is known; see `VerifyRow`."""
+    """A request in a round, before its draft is known; see `VerifyRow`."""
 
     start: int
     length: int
@@ -132,7 +124,7 @@ class ScheduledRow(ProposeRow):
     slot: SlotRow | None = None
 
     def verify(self, draft: Draft) -> "VerifyRow":
-        """Return the row of the verification of a draft."""
+        """Return the row that verifies a draft."""
         return VerifyRow(self.request, self.start, self.length, self.block_ids, draft, self.slot)
 
 
@@ -140,9 +132,9 @@ class ScheduledRow(ProposeRow):
 class VerifyRow:
     """One row of a verification.
 
-    The forward pass computes `token_ids[start : start + length]` of the request and, if that reaches the committed tip,
-    the draft after it; only then does the row get tokens. `block_ids` is the request's whole block table; the table of
-    a later round is the same object with more blocks, or another object.
+    The pass computes `token_ids[start : start + length]` of the request. If that reaches the tip, the pass also
+    computes the draft, and the row gets tokens. `block_ids` is the request's whole block table; later rounds extend the
+    same object, or replace it.
     """
 
     request: Request
@@ -154,12 +146,12 @@ class VerifyRow:
 
     @property
     def reaches_tip(self) -> bool:
-        """Whether this pass computes the last committed token, so that a new one can be drawn."""
+        """Whether this pass computes the last committed token, so that it draws new tokens."""
         return self.start + self.length == len(self.request.token_ids)
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Number of prompt tokens whose log probabilities this pass computes, each at the token before it."""
+        """Number of prompt tokens whose log probabilities this pass computes."""
         if self.request.params.prompt_logprobs is None:
             return 0
         return max(0, min(self.start + self.length, self.request.prompt_length - 1) - self.start)
@@ -167,7 +159,7 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: of the token, with its rank (1 = most likely), and of the likeliest tokens."""
+    """Log probabilities at a position: the token's, its rank (1 = most likely), and the likeliest tokens'."""
 
     logprob: float
     rank: int
@@ -177,11 +169,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The tokens one request commits in a round: `num_accepted` draft tokens, and one that the target draws.
+    """The tokens that a request commits in a round: the accepted draft tokens, and a recovered or bonus token.
 
-    `path` holds the accepted draft nodes, root first: their KV entries are kept. `token_ids` are empty while the prompt
-    is still being computed. `prompt_logprobs` belong to the prompt tokens from `start + 1` on. `draft` is the draft
-    that was judged, whoever made it. An `error` ends the request, and comes without tokens.
+    Attributes:
+        token_ids: empty while the prompt is not computed to its end.
+        path: the accepted draft nodes, root first; their KV entries are kept.
+        prompt_logprobs: for the prompt tokens from `start + 1` on.
+        draft: the draft that was verified.
+        error: ends the request, without tokens.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -193,7 +188,7 @@ class Verdict:
 
     @property
     def num_accepted(self) -> int:
-        """How many draft tokens were kept."""
+        """The number of accepted draft tokens."""
         return len(self.path)
 
 
@@ -202,10 +197,9 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class RoundTrace:
-    """What one round did for one request: the text of each committed token, and the draft that was verified.
+    """A round of a request: the text of each committed token, the accepted nodes, and the verified draft.
 
-    The texts add up to the output's: a character of several tokens belongs to the last of them. `path` holds the
-    accepted nodes of the draft, root first.
+    The texts add up to the output's text: a character made of several tokens is in the last token's text.
     """
 
     texts: list[str]
@@ -218,8 +212,8 @@ class RoundTrace:
 class RequestOutput:
     """The tokens and text that one round added to one request.
 
-    `text` can lag behind `token_ids`: text that may still become a stop string or a whole character comes later. After
-    an error, `stop_reason` is its message.
+    `text` can lag behind `token_ids`: the beginning of a stop string or of a character is held back. After an error,
+    `stop_reason` is its message.
     """
 
     request_id: str
@@ -233,18 +227,17 @@ class RequestOutput:
     num_draft_tokens: int
     num_accepted_tokens: int
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """One entry per prompt token from the second on; only in the first output, and only if requested."""
+    """For each prompt token from the second on; only in the first output."""
     trace: RoundTrace | None = None
-    """Only if requested."""
     num_predicted_tokens: int = 0
     """Accepted draft tokens that the client predicted."""
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens; may always answer with empty drafts, and never raises for its own failures."""
+    """Proposes draft tokens. A drafter that fails returns empty drafts; it does not raise."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return one draft per row, of at most `num_draft_tokens` nodes each."""
+        """Return a draft of at most `num_draft_tokens` nodes for each row."""
         ...
 
     def release(self, request_id: str) -> None:
@@ -253,10 +246,10 @@ class Drafter(Protocol):
 
 
 class Verifier(Protocol):
-    """Runs the target over committed tips and drafts, and decides."""
+    """Runs the target over committed tokens and drafts, and decides which draft tokens to accept."""
 
     async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
-        """Return one verdict per row.
+        """Return a verdict for each row.
 
         Raises:
             TargetError: the round did not finish; it can be run again from the committed tokens.
@@ -269,20 +262,20 @@ class Verifier(Protocol):
 
 
 Overlap = Literal["none", "ahead", "alternate"]
-"""What a drafter does while the target verifies: nothing; drafts for the likeliest verdicts; or drafts for the other of
-two cohorts of requests, whose rounds alternate."""
+"""What a drafter does while the target verifies: nothing; run-ahead: it drafts for the likeliest verdicts; alternation:
+it drafts for a half of the requests, a cohort, while the target verifies the other cohort."""
 
 
 @runtime_checkable
 class PlansCopies(Protocol):
-    """A drafter that copies in some rows, and knows before a round which ones and how many tokens."""
+    """A drafter that can copy earlier tokens, and knows before a round for which requests and how many."""
 
     def plan_copies(self, rows: Sequence[ProposeRow], expected: Mapping[str, float]) -> Mapping[str, int]:
-        """Return the lengths of the next round's copies by request id, for the rows that will copy.
+        """Return the lengths of the next round's copies by request id; other requests get ordinary drafts.
 
         Args:
             rows: the requests that decode, with the longest draft that each may get.
-            expected: how many tokens of the draft that a row gets otherwise are expected to be accepted, by request id.
+            expected: the expected number of accepted tokens of an ordinary draft, by request id.
         """
         ...
 
@@ -291,7 +284,7 @@ class TargetDrafter(Protocol):
     """Drafts in the target's process, on all of its ranks, right before the target verifies."""
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Return the rows with drafts in place of deferred ones, alike on all ranks; one rank `decides` the tokens."""
+        """Return the rows with their deferred drafts made, equal on all ranks; one rank `decides` the tokens."""
         ...
 
 
@@ -310,14 +303,14 @@ class DeferringDrafter(NoDrafter):
     """Leaves every draft to the target."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return per row how many tokens the target is to draft."""
+        """Return a draft for each row that says only how many tokens the target is to draft."""
         return [Draft(num_deferred=row.num_draft_tokens) for row in rows]
 
 
 def run_in_process(work: Coroutine[Any, Any, T] | Generator[None, None, T]) -> T:
     """Run a coroutine that never waits, or a generator that yields between passes, and return its result.
 
-    Unlike `asyncio.run`, this works inside a running event loop, as in a notebook. Raises RuntimeError if it waited.
+    Unlike `asyncio.run`, it works inside a running event loop. Raises RuntimeError if the coroutine waits.
     """
     try:
         while work.send(None) is None:

@@ -1,9 +1,8 @@
 """Rounds: an engine's rounds one after the other, or two in flight that alternate.
 
-In alternation, each round has one cohort of the requests: the drafter drafts for one while the target verifies the
-other. The engine's round is the same coroutine in both cases; in alternation it is suspended once its drafts are sent,
-and continued once the round of the other cohort has sent its own. It runs within its caller, not as a task, so that an
-error, a cancellation or a reset meets it at once.
+In alternation, the drafter drafts for one cohort while the target verifies the other. A cohort's round is a coroutine,
+which is suspended once its rows are sent, and resumed once the other cohort's rows are sent. It runs within its caller,
+not as a task, so that an error, a cancellation or a reset meets it at once.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ _SENT = object()
 
 
 class Rounds:
-    """Runs the rounds that `begin` makes, given how to verify and what to call while the target computes."""
+    """Runs rounds, which are coroutines that `begin(verify, meanwhile)` returns."""
 
     def __init__(self, begin: Callable[[Verify, Callable[[], object]], Round]) -> None:
         self._begin = begin
@@ -28,13 +27,13 @@ class Rounds:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether the target has got a round that no call has ended."""
+        """Whether a round is suspended after its rows were sent."""
         return self._flight is not None
 
     async def run(self, verify: Verify, meanwhile: Callable[[], object], num_cohorts: int) -> bool:
         """Run a round, and return its result.
 
-        With two cohorts, end the round of one cohort after that of the other has begun, which the next call ends.
+        In alternation, the other cohort's round begins before this round ends, and the next call ends it.
         """
         if self._flight is None and num_cohorts == 1:
             return await self._begin(verify, meanwhile)
@@ -61,14 +60,12 @@ class Rounds:
 
 
 def _suspended(verify: Verify) -> Verify:
-    """Return `verify` with a pause after the rows are sent."""
-
     async def send(rows: list[VerifyRow]) -> list[Verdict]:
         verdicts = asyncio.ensure_future(verify(rows))
         try:
             await _pause()
         except GeneratorExit:
-            # The round is dropped; asyncio would log an error that nobody has seen.
+            # The round is dropped; without this, asyncio would log its unread error.
             verdicts.add_done_callback(lambda done: done.cancelled() or done.exception())
             verdicts.cancel()
             raise
@@ -84,7 +81,7 @@ def _pause() -> Generator[object, None, None]:
 
 @coroutine
 def _advance(flight: Round) -> Generator[Any, Any, bool | None]:
-    """Run a round until it has sent its drafts, or from there to its end; return its result, None before its end."""
+    """Run a round up to its pause, and return None; or to its end, and return its result."""
     try:
         awaited = flight.send(None)
         while awaited is not _SENT:

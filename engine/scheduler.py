@@ -1,12 +1,11 @@
 """Scheduler: chooses the requests of the next round, and admits, preempts and finishes requests.
 
-Continuous batching with chunked prefill under one token budget: decoding requests get their last token and their
-draft first, prompts get the rest. When blocks run out, the last request of `by_share` is preempted: it frees its blocks
-and recomputes its committed tokens later. So is one for the first request of an owner that has none running: owners
-have places before any has a second one.
+Continuous batching with chunked prefill under one token budget: decoding requests come first, prompts get what is left.
+When blocks run out, the last request of `by_share` is preempted: it frees its blocks and recomputes its committed
+tokens later. A request is also preempted to start the first request of an owner that has no request running.
 
-With two cohorts, a second round may begin before the first has ended. Each takes an equal share of the requests, of
-those that are not in flight, longest waiting first; so the cohorts stay equal without a list of their members.
+In alternation, a round takes half of the requests. It chooses among the requests that are not in flight, longest
+waiting first, so no list of a cohort's members is needed.
 """
 
 from engine.blocks.block_pool import BlockPool, block_digest, block_table
@@ -20,11 +19,7 @@ from engine.stats.drafts import SpeculationStats
 
 
 class Scheduler:
-    """Owns the sequences and the target's block tables; committed tokens change in `commit` only.
-
-    Attributes:
-        num_cohorts: the most rounds in flight; each schedules one cohort of the requests.
-    """
+    """Owns the sequences and the target's block tables; `num_cohorts` is 2 in alternation, else 1."""
 
     def __init__(
         self, config: EngineConfig, num_blocks: int, max_model_len: int, extras: RowExtras | None = None
@@ -41,21 +36,18 @@ class Scheduler:
         self._lacks_blocks = False
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request; errors as of `WaitingQueue.add`."""
+        """Queue a request; raises what `WaitingQueue.add` raises."""
         self.waiting.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks; `commit` ignores its row of a round in flight."""
+        """Drop a request and free its blocks; `commit` ignores its row in flight."""
         for queue in (self.running, self.waiting):
             for sequence in [s for s in queue if s.request.request_id == request_id]:
                 queue.remove(sequence)
                 self._free(sequence)
 
     def reset(self) -> None:
-        """Move all running requests back to the queue and forget all blocks, because the target lost its KV cache.
-
-        `commit` must not get a round that was in flight.
-        """
+        """Queue all running requests again, after the target lost its KV cache; drop a round in flight first."""
         while self.running:
             self._requeue(self.running[-1])
         self.pool.clear()
@@ -73,7 +65,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> list[Request]:
-        """The requests of the next round whose prompts are computed, so that they can get drafts."""
+        """The requests of the next round that can get drafts: their prompts are computed."""
         return [sequence.request for sequence in self._cohort if sequence.is_decoding]
 
     @property
@@ -86,10 +78,7 @@ class Scheduler:
         return not all(sequence.is_decoding for sequence in cohort)
 
     def next_batch(self, plan: Plan) -> list[ScheduledRow]:
-        """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks.
-
-        They are in flight until `commit` or `withdraw` gets them.
-        """
+        """Choose the rows of the next round and reserve their blocks; `commit` or `withdraw` ends the round."""
         for sequence in [s for s in reversed(self.running) if self.extras.is_unsure(s.request) and not s.is_in_flight]:
             self._requeue(sequence)
         while (newcomer := self._newcomer) is not None:
@@ -98,8 +87,8 @@ class Scheduler:
             else:
                 self._begin(newcomer)
         budget, k = self.config.max_num_batched_tokens, self.config.num_speculative_tokens
-        # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places, and what
-        # the budget has beyond 1 + k tokens for each row.
+        # Memory is planned for 1 + k logits per place in a batch. Longer drafts use the logits of empty places, and
+        # the part of the budget beyond 1 + k tokens for each row.
         num_empty = max(0, self.config.max_num_seqs - len(self.running) - len(self.waiting))
         longest = k + min(num_empty * (1 + k), max(0, budget - len(self.running) * (1 + k)))
         if not self.extras.drafts_beyond_plan:
@@ -114,7 +103,7 @@ class Scheduler:
         for sequence in cohort:
             if budget <= 0:
                 break
-            if sequence not in self.running:  # preempted for an older one
+            if sequence not in self.running:  # preempted for an earlier row
                 continue
             row = self._row(sequence, budget, plan, longest)
             if self._reserve(sequence, row, rows):
@@ -135,15 +124,12 @@ class Scheduler:
         return rows
 
     def withdraw(self, batch: list[ScheduledRow]) -> None:
-        """Take back a round that was not computed, or whose verdicts were lost."""
+        """Take back a round that has no verdicts."""
         for sequence in self._running_of(batch):
             sequence.is_in_flight = False
 
     def commit(self, batch: list[ScheduledRow], verdicts: list[Verdict]) -> list[tuple[Sequence, RequestOutput]]:
-        """Commit the verdicts' tokens, publish full blocks, and remove finished requests.
-
-        Returns the outputs without text, and their sequences, whose `decode` adds it.
-        """
+        """Commit the verdicts' tokens and free finished requests; return outputs, which `Sequence.decode` completes."""
         outputs = []
         self.withdraw(batch)
         running = {id(sequence.request): sequence for sequence in self.running}
@@ -169,20 +155,20 @@ class Scheduler:
 
     @property
     def _share(self) -> int:
-        """The most requests of one round; those that wait for blocks do not count."""
+        """The most requests of one round; requests that wait for blocks do not count."""
         num_waiting = 0 if self._lacks_blocks else len(self.waiting)
         num_requests = min(self.config.max_num_seqs, len(self.running) + num_waiting)
         return -(-num_requests // self.num_cohorts)
 
     @property
     def _newcomer(self) -> Sequence | None:
-        """The waiting request that others are preempted for; None if there is none, or nobody may be preempted."""
+        """The waiting request that a running request is preempted for, if any."""
         newcomer = self.waiting.first_besides({sequence.owner for sequence in self.running})
         return newcomer if newcomer is not None and dispensable(self.running) else None
 
     @property
     def _cohort(self) -> list[Sequence]:
-        """The running requests of the next round, oldest first."""
+        """The running requests of the next round."""
         idle = [sequence for sequence in self.running if not sequence.is_in_flight]
         if len(idle) > self._share:
             idle = sorted(idle, key=lambda sequence: sequence.last_round)[: self._share]
@@ -197,7 +183,7 @@ class Scheduler:
         length = self.extras.row_length(sequence.request, sequence.num_computed, length)
         num_draft_tokens = 0
         if sequence.is_decoding:
-            # A round commits one token more than it accepts, so a draft must leave room for that token.
+            # A draft must leave room for the recovered or bonus token.
             context = self._max_model_len - len(sequence.request.token_ids)
             room = min(sequence.num_remaining, context, budget) - 1
             num_draft_tokens = max(0, min(plan.length_of(sequence.request), longest, room))
@@ -211,10 +197,9 @@ class Scheduler:
         )
 
     def _reserve(self, sequence: Sequence, row: ScheduledRow, batch: list[ScheduledRow]) -> bool:
-        """Allocate a row's blocks, preempting other requests that are not in flight.
+        """Allocate a row's blocks, preempting other requests; return False if the row is preempted or must wait.
 
-        Returns False if that preempts the row itself, or if the row waits for requests in flight that come after it;
-        then nobody is admitted, who would take the blocks that it waits for.
+        While a row waits for the blocks of requests in flight, no request is admitted, as it would take them.
         """
         while not self._grow(sequence, row):
             order = by_share(self.running)
@@ -237,7 +222,6 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
-        """Start a waiting request and return its row, or None if too few blocks or slots are free."""
         if not self._take_cached(sequence):
             return None
         row = self._row(sequence, budget, plan, self.config.num_speculative_tokens)
@@ -248,7 +232,7 @@ class Scheduler:
         return row
 
     def _take_cached(self, sequence: Sequence) -> bool:
-        """Give a waiting request its cached blocks; return False if it must wait for a slot."""
+        """Give a waiting request its cached blocks; return False if no slot is free."""
         if not sequence.lacks_prompt_logprobs:
             blocks, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.request.salt)
             sequence.block_ids = block_table(blocks)

@@ -1,6 +1,7 @@
 """How many draft tokens, for whom, and do they pay?
 
-In reading order: `plan` (the lengths of a round), `planner` (its choice), `budget` (the tokens that are worth it),
-`survival` (how likely each is accepted), `acceptance` (what learns that), `costs` (how long passes and rounds take),
-`trials` (lengths that are tried), `overlap` (run-ahead, alternation or neither) and `judge` (whether the draft pays).
+In reading order: `plan` (the draft lengths of a round), `planner` (chooses them), `budget` (which draft tokens pay),
+`survival` (how likely draft tokens are accepted), `acceptance` (learns acceptance rates), `costs` (how long passes and
+rounds take), `trials` (tries other lengths), `overlap` (run-ahead, alternation or neither) and `judge` (whether the
+draft pays).
 """

@@ -1,7 +1,7 @@
-"""Budget: which draft tokens of a round are worth their place in it.
+"""Budget: which draft tokens of a round are worth their time.
 
-Tokens are taken by their survival, the likeliest first, as long as more of them raise goodput: expected tokens over the
-round's time. This is SmartSpec's rule (Liu et al., 2406.14066) for single tokens of each request.
+Tokens are added by survival, the likeliest first, as long as they raise goodput: expected tokens over the round's time.
+This is SmartSpec's rule (Liu et al., 2406.14066), applied to single tokens.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LEAST = 0.04
-"""A token that is less likely to survive is never taken, however cheap its place in a pass seems."""
+"""A token that is less likely to survive is never taken, however cheap it seems."""
 
 
 class Budget(NamedTuple):
-    """The tokens per second of a round, its tokens, and how many draft tokens each request has, [n]."""
+    """A round's tokens per second, its expected tokens, and each request's draft length, [n]."""
 
     rate: float
     num_tokens: float
@@ -24,13 +24,13 @@ class Budget(NamedTuple):
 def best_budget(
     num_tokens: float, chances: NDArray[np.float64], depths: NDArray[np.int64], seconds: NDArray[np.float64]
 ) -> Budget:
-    """Return the budget with the most tokens per second; of equal draft tokens, it takes the first.
+    """Return the budget with the most tokens per second.
 
     Args:
-        num_tokens: what the round commits without draft tokens.
+        num_tokens: how many tokens the round commits without draft tokens.
         chances: [n, length], the survival of the draft tokens that each request may have.
-        depths: [n, length], how long the drafter takes for each token; 0 for copies.
-        seconds: [depth + 1, n * length + 1], what the round takes by its deepest token, with 0 to all of them.
+        depths: [n, length], the drafter's steps up to each token; 0 for copies.
+        seconds: [depth + 1, n * length + 1], the round's time by the drafter's steps and by the number of draft tokens.
     """
     order = np.argsort(-chances, axis=None, kind="stable")
     order = order[chances.ravel()[order] >= _LEAST]

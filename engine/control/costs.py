@@ -1,8 +1,8 @@
 """Costs: how long passes of the target and rounds take, learned from rounds.
 
-A pass over n tokens, prompts and drafts alike, takes a scale, which is the machine's speed now, times the cost of n
-tokens, which hardly changes. A round adds the wait for drafts of depth d, and the rest. If the drafter runs ahead, the
-wait is short where it foresaw the verdicts. If two cohorts alternate, one of them commits every `max(pass, wait)`.
+A pass over n tokens (prompt and draft tokens alike) takes `scale * cost(n)`: the scale follows the machine's present
+speed, the costs change slowly. A round takes its pass, the wait for drafts, and the engine's own work. Run-ahead makes
+the wait shorter. In alternation, the pass and the wait run in parallel.
 """
 
 from dataclasses import dataclass, replace
@@ -15,28 +15,28 @@ from engine.control.plan import RoundSeconds
 from engine.protocols import Overlap
 
 _SIZES = 4
-"""Costs are kept at so many sizes an octave, and are linear between them. 8: 16.1 thousand tokens/s instead of 16.3
+"""Sizes per octave at which costs are kept; costs are linear between them. 8: 16.1 thousand tokens/s instead of 16.3
 (8B, 64 rows, all overlaps); 2: 0.979 instead of 0.988 of the best fixed length (70B, 32 rows)."""
 _GAIN = 0.05
-"""Weight of a round in the scale and in what a round adds to its pass. 0.1: 16.3 thousand tokens/s there, instead of
-16.5."""
+"""Weight of a round in the scale, the wait and the engine's own work. 0.1: 16.3 thousand tokens/s instead of 16.5 (8B,
+64 rows, all overlaps)."""
 _COST_GAIN = 0.02
 """Weight of a pass in the cost of its size."""
 _MOST_SURPRISE = 0.7
-"""A known pass that took more than twice the time, or less than half of it, counts as that."""
+"""A pass counts as at most twice, and at least half, of its predicted time."""
 _GROWTH = 0.5
-"""Exponent with which costs are assumed to grow above the largest size seen. With 1, a load of 1 to 128 rows that
-changes every 40 rounds made 0.98 of the tokens per second."""
+"""Costs above the largest size seen grow with this exponent. With 1, a load of 1 to 128 rows that changes every 40
+rounds made 0.98 of the tokens per second."""
 _FIXED_SHARE = 0.1
-"""How much of a surprise at depth 1 is put down to what all depths take."""
+"""Weight with which a surprise corrects the wait's fixed part; the weight of its step is the depth."""
 _HIT = 0.97
-"""Before anything is measured: how often a drafter that runs ahead foresees a row's verdict. It foresaw all of 1, 8 and
-64 rows in 0.93, 0.78 and 0.20 of the rounds of `python -m tests.bench paced`."""
+"""How often run-ahead foresees a row's verdict, until it is measured. It foresaw all of 1, 8 and 64 rows in 0.93, 0.78
+and 0.20 of the rounds of `python -m tests.bench paced`."""
 
 
 @dataclass(slots=True)
 class _Size:
-    """Passes of about one size: their mean size, the logarithm of their cost, and how many they were."""
+    """Passes of similar size; `cost` is a logarithm."""
 
     mean: float
     cost: float = 0.0
@@ -44,14 +44,14 @@ class _Size:
 
 
 class PassCost:
-    """Learns the seconds of passes: `observe` each one, then ask for any sizes."""
+    """Learns how long passes take: `observe` passes, then ask for the `seconds` of any sizes."""
 
     def __init__(self) -> None:
         self.scale = 1.0
         self._sizes: dict[int, _Size] = {}
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Record a pass over so many tokens."""
+        """Record a pass over `num_tokens` tokens."""
         if seconds <= 0:  # the clock stood still
             return
         if not self._sizes:
@@ -66,7 +66,7 @@ class PassCost:
         size.cost += max(1 / size.count, _COST_GAIN) * surprise
 
     def seconds(self, sizes: Any) -> Any:
-        """Return what passes over so many tokens, a number or an array, take now; a larger one never takes less."""
+        """Return the seconds of passes by size, a number or an array; they never fall with size."""
         if not self._sizes:
             return np.ones(np.shape(sizes))
         known = sorted(self._sizes.values(), key=lambda size: size.mean)
@@ -79,12 +79,11 @@ class PassCost:
 
 @dataclass(slots=True)
 class _Beside:
-    """What a round of some overlap and number of rows takes beside its pass, over the scale of a pass.
+    """What rounds of an overlap and a number of rows take beside their passes, divided by the scale of passes.
 
     Attributes:
-        rest: mostly the engine's own work.
-        fixed, step: the wait for drafts, `fixed + depth * step`.
-        num_rests, num_waits: the rounds that taught these.
+        rest: the engine's own work, mostly.
+        fixed, step: the wait for drafts is `fixed + depth * step`.
     """
 
     rest: float = 0.0
@@ -97,7 +96,7 @@ class _Beside:
         return (depth > 0) * self.fixed + depth * self.step
 
     def observe(self, depth: int, wait: float, rest: float, most: float) -> None:
-        """Correct the rest, and both parts of the wait by their weights (normalised least mean squares)."""
+        # Normalised least mean squares.
         self.num_rests += 1
         self.rest += max(1 / self.num_rests, _GAIN) * max(-most, min(most, rest - self.rest))
         if depth:
@@ -109,14 +108,14 @@ class _Beside:
 
 
 class RoundCost:
-    """Learns from `observe`; `seconds` predicts."""
+    """Learns how long rounds take: `observe` rounds, then ask for the `seconds` of any."""
 
     def __init__(self) -> None:
         self.passes = PassCost()
         self._known: dict[Overlap, dict[int, _Beside]] = {}
 
     def observe(self, overlap: Overlap, num_rows: int, depth: int, seconds: RoundSeconds) -> None:
-        """Record a round that computed no prompt; `depth` is 0 if it made no drafts, or if their time tells nothing."""
+        """Record a round without prompts; `depth` is 0 if it made no drafts, or if their time is not representative."""
         near, scale = self._beside(overlap, num_rows), self.passes.scale
         known = self._known.setdefault(overlap, {})
         beside = known.setdefault(num_rows.bit_length(), replace(near, num_rests=0, num_waits=min(4, near.num_waits)))
@@ -125,13 +124,13 @@ class RoundCost:
         beside.observe(depth, draft_s / scale, (total_s - formula_s) / scale, total_s / scale)
 
     def seconds(self, overlap: Overlap, num_rows: int, depths: Any, passes: Any) -> Any:
-        """Return what rounds take, given the depths of their drafts and what their passes take: numbers or arrays."""
+        """Return the seconds of rounds, given their drafts' depths and their passes' seconds: numbers or arrays."""
         beside = self._beside(overlap, num_rows)
         wait_s, rest_s = self.passes.scale * beside.wait(depths), self.passes.scale * beside.rest
         return rest_s + (np.maximum(passes, wait_s) if overlap == "alternate" else passes + wait_s)
 
     def _beside(self, overlap: Overlap, num_rows: int) -> _Beside:
-        """Return what is known of rounds with about so many rows; before they are measured, of other overlaps."""
+        """Return the nearest measured number of rows; an overlap that was not measured takes another's."""
         known = self._known.get(overlap) or next(iter(self._known.values()), {0: _Beside()})
         nearest = known[min(known, key=lambda size: abs(size - num_rows.bit_length()))]
         if overlap != "ahead" or overlap in self._known:

@@ -1,8 +1,8 @@
-"""OverlapChoice: what the drafter does while the target verifies, by the most tokens per second.
+"""OverlapChoice: chooses run-ahead, alternation or neither, by tokens per second.
 
-Run-ahead hides a draft whose verdict it foresees, which is likely for few rows; alternation hides it wholly, and pays
-once half the rows take much less time than all. The learned costs of a round say which overlap is worth a trial. A
-window of rounds measures it against the window before, and the better one stays.
+Run-ahead hides a draft's time if it foresees the verdict, which is likely for few rows. Alternation always hides it,
+but pays only if a pass over half of the rows takes much less time. The learned costs of rounds show which overlap is
+worth a trial. A trial lasts a window of rounds, and the overlap stays if it was faster than the window before.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,21 +14,17 @@ from engine.protocols import Overlap
 
 _WINDOW = 24
 _SKIPPED = 4
-"""Rounds that are measured, after those in which an overlap begins. With 36: 16.1 thousand tokens/s instead of 16.4
-(8B, 64 rows)."""
+"""Rounds of a window, and the first rounds of an overlap, which are not measured. With a window of 36: 16.1 thousand
+tokens/s instead of 16.4 (8B, 64 rows)."""
 _HOPEFUL = 0.85
-"""An overlap is tried if it promises at least this much of what the best one does: half the rows may cost less. If
-all are tried: 3525 tokens/s instead of 3574 (8B, 8 rows)."""
+"""An overlap is tried if its predicted tokens per second reach this share of the best overlap's. If all are tried: 3525
+tokens/s instead of 3574 (8B, 8 rows)."""
 _PAUSE_ROUNDS = 3000
 """Rounds until an overlap is tried again."""
 
 
 class OverlapChoice:
-    """Chooses before each round, of the overlaps that a drafter is able to.
-
-    Attributes:
-        overlap: the last choice.
-    """
+    """Chooses before each round; `overlap` is the last choice."""
 
     def __init__(self, overlaps: Collection[Overlap], costs: RoundCost) -> None:
         self.overlap: Overlap = "none"
@@ -40,9 +36,10 @@ class OverlapChoice:
         self._tokens = self._seconds = self._best_rate = 0.0
 
     def choose(self, num_rows: int, gains: Sequence[float], *, is_fixed: bool) -> int:
-        """Choose for so many rows, given a row's mean survival by place; return the number of cohorts.
+        """Choose, and return the number of cohorts.
 
         Args:
+            gains: the mean survival of draft tokens by place.
             is_fixed: whether drafts always have the full length.
         """
         self._num_rounds += 1
@@ -57,14 +54,14 @@ class OverlapChoice:
         return 2 if self.overlap == "alternate" else 1
 
     def observe(self, overlap: Overlap, num_tokens: float, seconds: float) -> None:
-        """Record a round that computed no prompt, with its expected tokens."""
+        """Record a round without prompts, and how many tokens it was expected to commit."""
         self._num_measured += overlap == self.overlap
         if self._num_measured > _SKIPPED:
             self._tokens += num_tokens
             self._seconds += seconds
 
     def rate(self, overlap: Overlap, num_rows: int, gains: Sequence[float], *, is_fixed: bool) -> float:
-        """Return the most tokens per second that an overlap promises, over the lengths that drafts may have."""
+        """Return the most tokens per second that an overlap promises with any draft length."""
         rows = (num_rows + 1) // 2 if overlap == "alternate" else num_rows
         lengths = np.arange(len(gains) + 1)
         passes = self._costs.passes.seconds(rows * (1 + lengths))
@@ -73,14 +70,13 @@ class OverlapChoice:
         return float(rates[-1] if is_fixed else rates.max())
 
     def _measured(self, rates: dict[Overlap, float]) -> Overlap:
-        """Return the overlap of the next window: the best one, or a trial of another."""
         best, rate = self._best[self._load], self._tokens / self._seconds
         if self.overlap != best:
             if rate > self._best_rate:
                 self._best[self._load] = self.overlap
             return self._best[self._load]
         self._best_rate = rate
-        due = [other for other in rates if self._due.get((self._load, other), 0) <= self._num_rounds]
+        due = [overlap for overlap in rates if self._due.get((self._load, overlap), 0) <= self._num_rounds]
         for overlap in sorted(due, key=rates.__getitem__, reverse=True):
             if overlap != best and rates[overlap] > _HOPEFUL * rates[best]:
                 self._due[self._load, overlap] = self._num_rounds + _PAUSE_ROUNDS

@@ -1,4 +1,4 @@
-"""Plan: how many draft tokens each request gets in one round; and how long that round took."""
+"""Plan: how many draft tokens each request gets in a round. RoundSeconds: how long the round took."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ Reason = Literal["fixed", "off", "goodput", "trial", "request"]
 
 
 class RoundSeconds(NamedTuple):
-    """What a round took.
+    """How long a round took.
 
     Attributes:
-        total_s: from the end of the round before it to its end; from its start, if the engine was idle.
-        draft_s: of that, waiting for drafts.
-        verify_s: from when the target could begin, as it had the round and had ended the one before, to its verdicts.
+        total_s: from the end of the previous round to the end of this round; from its start, if the engine was idle.
+        draft_s: of that, the wait for drafts.
+        verify_s: from when the target had this round and had ended the previous round, to its verdicts.
     """
 
     total_s: float
@@ -28,13 +28,12 @@ class Plan:
     """How many draft tokens each request gets in one round.
 
     Attributes:
-        num_draft_tokens: the longest draft that is neither a copy nor fixed by its request; requests without a length
-            of their own get this one.
-        reason: why this length; `request` if all requests fix theirs, and this is the longest.
+        num_draft_tokens: the longest draft length, copies and fixed lengths apart; also the length of requests that are
+            not in `lengths` or `copies`.
+        reason: why this length; `request` if all requests fix their lengths.
         copies: the lengths of drafts that are copies, by request id.
         lengths: the lengths of other drafts, by request id.
-        overlap: what the drafter does while the target verifies.
-        num_expected: how many tokens the requests are expected to commit, of those whose lengths are chosen here.
+        num_expected: how many tokens the round is expected to commit; 0 if its lengths are not chosen by cost.
     """
 
     num_draft_tokens: int
@@ -46,7 +45,7 @@ class Plan:
 
     @property
     def longest(self) -> int:
-        """The longest draft that any request may get."""
+        """The longest draft of the round."""
         return max((self.num_draft_tokens, *self.copies.values()))
 
     def length_of(self, request: Request) -> int:
@@ -56,7 +55,7 @@ class Plan:
 
 
 def limited(request: Request, length: int) -> int:
-    """Return a draft's length within what its request allows, or the length that the request fixes."""
+    """Return a draft length within the request's limit, or the length that the request fixes."""
     limit = request.params.num_speculative_tokens
     if limit is None:
         return length

@@ -1,12 +1,11 @@
 """Planner: how many draft tokens each request gets in a round.
 
-Each token that a request could get is scored by its survival, as far as that is known of the request, and a budget of
-them is taken, which gives each request a length. In a round in which no draft pays, there is none, and it costs what
-plain decoding does. A request whose drafts do not pay takes part in trials, and while others have drafts, it gets a
-single token now and then.
+Each possible draft token is scored by its survival, and `best_budget` takes the tokens that pay, which gives each
+request a length. If no draft pays, the round is plain decoding. A request whose drafts do not pay takes part in trials,
+and gets a single draft token now and then.
 
-Why drafts are not cut once they are drawn: where a pass takes longer with each token, cutting the tokens of which the
-drafter was not confident made 0.90 of the tokens per second, and took the host 1 ms more in a round of 32 requests.
+Drafts are not cut after they are drawn: cutting the tokens of low confidence made 0.90 of the tokens per second where
+each token makes a pass longer, and took the host 1 ms more for 32 requests.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -25,27 +24,24 @@ from engine.control.trials import Trials
 from engine.protocols import Drafter, Overlap, PlansCopies, ProposeRow, Request, ScheduledRow, Verdict
 
 _PROBE_ROUNDS = 64
-"""Rounds between two in which requests whose drafts do not pay get a single token. With 32: 0.99 of the tokens per
-second of a load that changes every 40 rounds."""
+"""Rounds between two probes, in which requests whose drafts do not pay get a single draft token. With 32: 0.99 of the
+tokens per second of a load that changes every 40 rounds."""
 _REMEMBERED_ROUNDS = 512
 _HELD_ROUNDS = 4
-"""A plan holds for so many rounds of the same requests: planning takes 180 us for 8 requests, so 50 us a round."""
+"""Rounds of the same requests that reuse a plan, because planning takes 180 us for 8 requests."""
 
 
 class Planner:
     """Plans each round before its batch, and learns from it.
 
     Attributes:
-        max_draft_tokens: the longest draft that is no copy.
-        num_draft_tokens: the longest draft that the last plan allowed.
-        survival: how likely draft tokens are accepted.
-        costs: how long rounds take.
+        max_draft_tokens: the longest draft, copies apart.
+        num_draft_tokens: `Plan.num_draft_tokens` of the last plan.
     """
 
     def __init__(
         self, config: EngineConfig, num_chains: int, drafter: Drafter, overlaps: Collection[Overlap] = ()
     ) -> None:
-        """Make a planner for a drafter; `Survival` says what `num_chains` are."""
         self.max_draft_tokens = self.num_draft_tokens = config.max_draft_tokens
         self.survival = Survival(config.num_speculative_tokens, num_chains)
         self.costs = RoundCost()
@@ -60,16 +56,13 @@ class Planner:
         """Whether the last round had drafts and no prompts, so that the drafter has nothing to catch up with."""
 
     def choose_cohorts(self, num_decoding: int) -> int:
-        """Choose what the drafter does while the target verifies, for so many requests; return the number of cohorts.
-
-        With two, their rounds alternate: one is drafted for while the target verifies the other.
-        """
+        """Choose run-ahead, alternation or neither; return the number of cohorts: 2 for alternation, else 1."""
         if self._overlaps is None:
             return 1
         return self._overlaps.choose(num_decoding, self._gains, is_fixed=not self._is_adaptive)
 
     def plan(self, decoding: Sequence[Request], *, has_prompts: bool) -> Plan:
-        """Plan the next round, given the requests that can get drafts and whether it will compute prompts, too."""
+        """Plan the next round, given the requests that can get drafts and whether it also computes prompts."""
         self._num_rounds += 1
         if self._num_rounds % _REMEMBERED_ROUNDS == 0:
             self.survival.forget()
@@ -120,7 +113,6 @@ class Planner:
             self._overlaps.observe(plan.overlap, num_expected, seconds.total_s)
 
     def _copies(self, free: Sequence[Request]) -> Mapping[str, int]:
-        """Let the drafter choose what it copies, given what its other drafts are expected to bring."""
         if self._copier is None:
             return {}
         rows = [ProposeRow(request, limited(request, self.max_draft_tokens)) for request in free]
@@ -141,10 +133,7 @@ class Planner:
         *,
         has_prompts: bool,
     ) -> tuple[Plan, bool]:
-        """Choose the lengths of some requests' drafts, and tell whether to keep them for the next rounds.
-
-        The pass has `num_tokens` without drafts.
-        """
+        """Return a plan, and whether the next rounds may reuse it; the pass has `num_tokens` without drafts."""
         names = [request.request_id for request in free]
         limits = np.array([copies.get(r.request_id, limited(r, self.max_draft_tokens)) for r in free])
         is_copy = np.array([name in copies for name in names])
@@ -162,11 +151,11 @@ class Planner:
         length = best = int(lengths[~is_copy].max(initial=0))
 
         def tried(length: int) -> NDArray[np.int64]:
-            """Return what rows get in a trial: those that have no drafts now have none, unless none has."""
+            """Return the lengths of a trial; requests without a draft get none, unless no request has a draft."""
             return np.where(is_copy, limits, np.minimum(limits, length) * ((lengths > 0) | (best == 0)))
 
         def cost(length: int) -> tuple[float, float]:
-            """Return the seconds of a round with drafts of a length, and how many of them its tokens are not worth."""
+            """Return the seconds of a round of a trial, and how many seconds the trial loses against the budget."""
             num_draft_tokens = tried(length)
             tokens = num_decoding + chances[places < num_draft_tokens[:, None]].sum()
             pass_s = self.costs.passes.seconds(num_tokens + num_draft_tokens.sum())

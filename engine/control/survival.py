@@ -1,11 +1,11 @@
 """Survival: how likely each draft token of a request is accepted, before it is drafted.
 
-A token's log-odds are those of its place in the draft, plus an offset of its request, which the request's verdicts
-teach within a few rounds. A chain's token survives if all tokens before it do.
+A token's log-odds are its place's log-odds plus its request's offset, which is learned within a few rounds. In a chain,
+a token survives if all tokens before it do, too.
 
-Requests of a kind (greedy or sampled, with parameters that reshape the rows or not, copies or not) share the log-odds
-by place. A request keeps those that it began with, and teaches its kind a bounded amount, so a client's endless or
-hopeless requests do not move another's.
+Log-odds by place belong to a kind of requests: greedy or sampled, with reshaped distributions or not, copies or not. A
+request starts with its kind's log-odds at that time, and only its first draft tokens teach its kind. So endless or
+unusual requests of a client hardly affect other requests.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from engine.control.acceptance import PRIOR, Acceptance
 from engine.protocols import Draft, Request
 
 _MOST_INFO = 20.0
-"""Information in a request's offset at most, so that it follows its text."""
+"""Cap of the information in a request's offset, so that the offset follows the text."""
 _MOST_TAUGHT = 32
 """Draft tokens of one request that teach its kind. 16, 64 and all: 1.01, 1.00 and 1.00 times the tokens per second of a
 load that changes every 40 rounds."""
@@ -27,13 +27,13 @@ load that changes every 40 rounds."""
 
 @dataclass(slots=True)
 class History:
-    """What is known of one request's drafts of one source.
+    """What is known of a request's copies, or of its other drafts.
 
     Attributes:
-        kind: what it shares with others.
-        odds: log-odds by place, as its kind had them when the request came.
-        offset: what it adds to them, at place 0.
-        num_taught: how many of its draft tokens were decided.
+        kind: the acceptance of the request's kind, which its verdicts also teach.
+        odds: the log-odds by place that its kind had when the request came.
+        offset: the request's offset, at place 0.
+        num_taught: how many draft tokens were decided.
     """
 
     kind: Acceptance
@@ -43,14 +43,14 @@ class History:
 
 
 class Survival:
-    """The histories of running requests, and what their kinds have in common."""
+    """The histories of running requests, and the acceptance of each kind."""
 
     def __init__(self, num_draft_tokens: int, num_chains: int = 0) -> None:
-        """Know nothing yet of drafts with so many tokens.
+        """Start without knowledge.
 
         Args:
-            num_chains: 0 if drafts are chains. Trees whose first n nodes are the tree of n nodes have 1 if their nodes
-                come the best first, or so many chains from the tip, a node of each in turn.
+            num_chains: 0 if drafts are chains, 1 if they are trees with the best node first. For trees of several
+                chains from the tip, with a node of each chain in turn, the number of chains.
         """
         self._num_chains = num_chains
         width, places = max(1, num_chains), range(max(1, num_draft_tokens))
@@ -61,7 +61,7 @@ class Survival:
         self._older: dict[tuple[str, bool], History] = {}
 
     def history(self, request: Request, *, is_copy: bool = False) -> History:
-        """Return a request's history; it begins with what its kind has."""
+        """Return a request's history, which begins with its kind's log-odds."""
         key = request.request_id, is_copy
         history = self._recent.get(key) or self._older.get(key)
         if history is None:
@@ -71,11 +71,11 @@ class Survival:
         return history
 
     def forget(self) -> None:
-        """Forget the requests that nobody has asked for since the last call."""
+        """Forget the histories that were not asked for since the last call."""
         self._older, self._recent = self._recent, {}
 
     def chances(self, histories: Sequence[History], length: int) -> NDArray[np.float64]:
-        """Return the survival of each token of drafts that are not made yet, [n, length]."""
+        """Return the survival of each token of future drafts, [n, length]."""
         odds = np.array([history.odds for history in histories]).reshape(-1, len(self._rates))
         offsets = np.array([history.offset.odds for history in histories]).reshape(-1, 1)
         places = np.minimum(np.arange(length), len(self._rates) - 1)
@@ -87,7 +87,7 @@ class Survival:
         return rates
 
     def observe(self, history: History, draft: Draft, path: Sequence[int]) -> None:
-        """Learn from a verdict on a draft: the `path` of accepted nodes."""
+        """Learn from a verdict; `path` holds the accepted nodes."""
         kept = set(path)
         decided = [node for node, parent in enumerate(draft.parents) if parent in kept or parent < 0]
         for node in range(len(draft.parents)) if self._num_chains else decided:

@@ -1,27 +1,27 @@
-"""Trials: now and then, all requests of a round get drafts of another length, so that its cost is measured.
+"""Trials: now and then, all requests of a round get drafts of another length, to measure its cost.
 
-What a round of the length in use takes tells little about others, and acceptance may have changed while drafts were
-off. A length is tried again once its last trial's lost time is a small share of the time passed.
+Rounds of the length in use say little about the cost of other lengths, and nothing about acceptance if drafts are off.
+A length is tried again once the time that its last trial lost is a small share of the time since then.
 """
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 _ROUNDS = 2
-"""With 3, adaptive lengths made 0.975 instead of 0.994 of the best fixed one (70B, 32 rows, acceptance 0.8)."""
+"""Rounds of a trial. With 3: 0.975 instead of 0.994 of the best fixed length (70B, 32 rows, acceptance 0.8)."""
 _LOST_SHARE = 0.002
-"""Share of the time that the trials of one length (at most four are tried) may lose."""
+"""Share of the time that the trials of a length may lose; at most four lengths are tried."""
 _PAUSE_ROUNDS = 128
 _HOPELESS = 0.3
-"""A trial ends early once it loses such a share of a round. Without: 0.93 to 0.98 of the tokens per second
-(one row, all overlaps, in virtual time)."""
+"""A trial that loses this share of a round ends early. Without: 0.93 to 0.98 of the tokens per second (one row, all
+overlaps, in virtual time)."""
 _SETTLED_ROUNDS = 4
-"""Plans of a load between two trials, of 4 rounds each. After 8 rounds: 0.975 instead of 0.989 there; never: 0.957."""
+"""Plans of a load between two trials; a plan is 4 rounds. With 8: 0.975 instead of 0.989 there; never: 0.957."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """The trials of a load: when lengths may be tried again, and the trial that runs, if any, and for how long."""
+    """The trials of a load: when each length may be tried again, and the running trial's length, if any."""
 
     due: dict[int, float] = field(default_factory=dict)
     length: int | None = None
@@ -29,19 +29,19 @@ class _Load:
 
 
 class Trials:
-    """Chooses the rounds that try a length; `clock` is the time that all rounds took."""
+    """Chooses the rounds that try a length; `clock` is the time that all rounds took, in seconds."""
 
     def __init__(self) -> None:
         self.clock = 0.0
         self._loads: dict[Hashable, _Load] = {}
 
     def choose(self, key: Hashable, lengths: Iterable[int], cost: Callable[[int], tuple[float, float]]) -> int | None:
-        """Return the length to try in the next round, or None for none.
+        """Return the length to try in the next round, if any.
 
         Args:
-            key: the load; each has its own trials.
+            key: the load; each load has its own trials.
             lengths: the lengths that may be tried, the most useful first.
-            cost: returns the seconds of a round with drafts of a length, and how many of them are lost.
+            cost: returns the seconds of a round that tries a length, and how many seconds are lost.
         """
         load = self._loads.setdefault(key, _Load())
         if load.length is not None:

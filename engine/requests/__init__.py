@@ -1,5 +1,5 @@
-"""Which requests are served, which one starts next, and what has each of them got?
+"""Which requests are served, in which order, and what has each of them got?
 
 In reading order: `limits` (which requests a model can serve), `sequence` (a request's committed tokens and blocks),
-`detokenizer` (token ids to text) and `waiting` (who starts next, and who makes room).
+`detokenizer` (token ids to text) and `waiting` (which request starts next, and which is preempted).
 """

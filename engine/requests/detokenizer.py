@@ -1,7 +1,4 @@
-"""Detokenizer: turns token ids into text of whole characters, and holds back possible stop strings.
-
-TokenBytes: the bytes that each token adds to a text, which may be part of a character.
-"""
+"""Detokenizer: turns token ids into text. TokenBytes: the bytes of each token."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -19,10 +16,7 @@ _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for 
 
 
 class Detokenizer:
-    """Decodes the tokens of one request as they are committed.
-
-    Text that may be the beginning of a stop string is held back until later tokens decide.
-    """
+    """Decodes a request's tokens as they come; holds back incomplete characters and beginnings of stop strings."""
 
     def __init__(
         self,
@@ -33,23 +27,18 @@ class Detokenizer:
         skip_special: bool = True,
         marks: Collection[int] = (),
     ) -> None:
-        """Start after a prompt.
-
-        Args:
-            skip_special: leave special tokens out of the text.
-            marks: tokens that stay in the text even if they are special; no stop string is looked for in them.
-        """
+        """Start after a prompt; `marks` are shown even if they are special, and not searched for stop strings."""
         self._tokenizer = tokenizer
         self._marks = frozenset(marks)
         self._token_bytes = TokenBytes.of(tokenizer)
         self._hidden = self._token_bytes.special_ids - self._marks if skip_special else frozenset()
-        # A byte-level decoder gives the same text wherever decoding starts. Other decoders drop a whole run of bytes if
-        # one of them is invalid, so their text depends on how tokens are split over calls.
+        # A byte-level decoder gives the same text however tokens are split over calls. Other decoders do not: they
+        # drop a whole run of bytes if a byte is invalid.
         decoder = getattr(tokenizer, "backend_tokenizer", tokenizer).decoder
         self._takes_several = isinstance(decoder, ByteLevel)
         self._stop = tuple(stop)
-        # A token's text can depend on the few before it (spaces, bytes), so decoding starts a few tokens earlier. It
-        # must not start inside a character: some decoders drop a whole run of bytes if a character is incomplete.
+        # A token's text can depend on a few tokens before it (spaces, bytes), so decoding starts 6 tokens earlier, and
+        # never inside a character.
         ids = [token for token in prompt_token_ids[-48:] if token not in self._hidden]
         start = max(0, len(ids) - 6)
         while start and b"\x80" <= self._token_bytes(ids[start])[:1] < b"\xc0":
@@ -59,13 +48,10 @@ class Detokenizer:
         self._held = ""
 
     def append(self, token_ids: Sequence[int], *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Add tokens.
+        """Add tokens; return the text that is now final, and the stop string that ends it, which is cut off, if any.
 
         Args:
-            may_stop: whether stop strings count yet (min_tokens).
-
-        Returns:
-            The text that is now final, and the stop string that was completed, if any; the text ends before it.
+            may_stop: whether stop strings count yet; see `SamplingParams.min_tokens`.
         """
         has_mark = bool(self._stop) and not self._marks.isdisjoint(token_ids)
         if len(token_ids) > 1 and (has_mark or not self._takes_several):
@@ -81,11 +67,11 @@ class Detokenizer:
         if text.endswith(_UNFINISHED):
             return "", None
         if not text.startswith(self._decoded):
-            # The character that the prompt began is whole, and belongs to that.
+            # The token completed a character that the prompt began; it counts as the prompt's.
             self._decoded, self._num_decoded = text[: len(self._decoded)], len(self._ids)
         new = self._held + text[len(self._decoded) :]
         if len(text) > len(self._decoded):
-            # The new text begins and ends with whole characters, so the next call can start decoding at it.
+            # The new text holds whole characters, so the next call can start decoding with these tokens.
             del self._ids[: self._num_decoded]
             self._num_decoded = len(self._ids)
             self._decoded = self._decode()
@@ -113,7 +99,7 @@ class Detokenizer:
         return text, None
 
     def finish(self) -> str:
-        """Return the text held back: unfinished characters, and beginnings of stop strings that did not follow."""
+        """Return the text that was held back."""
         text = self._held + self._decode()[len(self._decoded) :]
         self._held, self._decoded = "", self._decode()
         return text
@@ -123,7 +109,7 @@ class Detokenizer:
 
 
 class TokenBytes:
-    """The bytes that a token adds to a text, which may be a part of a character."""
+    """The bytes that a token adds to a text; they may be a part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -136,15 +122,15 @@ class TokenBytes:
     @staticmethod
     @cache
     def of(tokenizer: Tokenizer) -> "TokenBytes":
-        """Return the one object of a tokenizer."""
+        """Return a tokenizer's object, made on first use."""
         return TokenBytes(tokenizer)
 
     def __call__(self, token_id: int, *, is_first: bool = False) -> bytes:
-        """Return a token's bytes; some decoders leave out the space of the token that `is_first` in a text."""
+        """Return a token's bytes; some decoders drop the leading space of the first token in a text."""
         return self._bytes(token_id, is_first)
 
     def texts(self, token_ids: Sequence[int], *, is_first: bool = False) -> list[str]:
-        """Return the text of each token, with U+FFFD for bytes that are no whole character."""
+        """Return the text of each token, with U+FFFD for incomplete characters."""
         return [self._bytes(token_id, is_first).decode(errors="replace") for token_id in token_ids]
 
     def _read(self, token_id: int, is_first: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""RequestLimits: which requests a model and its KV cache can serve, and a request's parameters within these limits."""
+"""RequestLimits: which requests a model and its KV cache can serve."""
 
 import secrets
 from collections.abc import Collection, Sequence
@@ -11,14 +11,9 @@ from engine.params import SamplingParams
 
 
 class RequestLimits:
-    """The limits of one engine.
-
-    Attributes:
-        max_model_len: most tokens of prompt and text together, without a start token.
-    """
+    """The limits of an engine; `max_model_len` is the most tokens of prompt and text, without a start token."""
 
     def __init__(self, config: EngineConfig, target: ModelInfo, num_blocks: int) -> None:
-        """Derive the limits; `num_blocks` includes block 0, which no request gets."""
         num_start_ids = int(target.start_id is not None)
         longest = target.max_model_len
         self.max_model_len = min(config.max_model_len or longest, longest - num_start_ids)
@@ -31,16 +26,15 @@ class RequestLimits:
             (self._usable - 1, f"the KV cache holds {self._usable}"),
         ]
         if num_start_ids:
-            one_pass = config.max_num_batched_tokens
-            reason = f"one pass must compute it, and max_num_batched_tokens is {one_pass}"
-            self._prompt_limits.append((one_pass, reason))
+            pass_tokens = config.max_num_batched_tokens
+            reason = f"one pass must compute it, and max_num_batched_tokens is {pass_tokens}"
+            self._prompt_limits.append((pass_tokens, reason))
 
     def fit(self, prompt_token_ids: Sequence[int], params: SamplingParams, *, is_new: bool) -> SamplingParams:
-        """Choose a missing seed, and cap `max_tokens` and the draft length.
+        """Return the parameters with a seed, and with `max_tokens` and the draft length within the limits.
 
         Raises:
-            RequestError: the model cannot serve the prompt or a parameter; the draft of a new request is too short for
-                its fixed length.
+            RequestError: the model cannot serve the prompt or a parameter.
         """
         length = len(prompt_token_ids)
         if length == 0:
@@ -57,20 +51,20 @@ class RequestLimits:
         self.check_ids("prompt", prompt_token_ids)
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("logit_bias", params.logit_bias)
-        most, num_draft_tokens = self._max_draft_tokens, params.num_speculative_tokens
-        if num_draft_tokens is not None and num_draft_tokens > most:
+        longest, num_draft_tokens = self._max_draft_tokens, params.num_speculative_tokens
+        if num_draft_tokens is not None and num_draft_tokens > longest:
             if is_new and params.fixes_draft_length:
                 raise RequestError(
-                    f"num_speculative_tokens is fixed at {num_draft_tokens}; drafts have {most} tokens at most",
+                    f"num_speculative_tokens is fixed at {num_draft_tokens}; drafts have {longest} tokens at most",
                     "num_speculative_tokens",
                 )
-            num_draft_tokens = most
+            num_draft_tokens = longest
         return replace(
             params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             max_tokens=min(params.max_tokens, room),
             num_speculative_tokens=num_draft_tokens,
-            # The client got these with the first token of the output, and they would rule out cached blocks.
+            # The client has them if the request has output; asking again would rule out cached blocks.
             prompt_logprobs=params.prompt_logprobs if is_new else None,
         )
 

@@ -10,19 +10,16 @@ from engine.requests.detokenizer import Detokenizer
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the engine; compared by identity, so that searching the queues is cheap.
+    """A request inside the engine, which owns the request's `token_ids`.
 
-    It owns the request's `token_ids`: only `commit` appends to them.
+    It is compared by identity, so that searching the queues is cheap.
 
     Attributes:
-        block_ids: the block table; it only grows, until another array replaces it.
-        num_computed: number of tokens whose keys and values are in `block_ids`.
-        digests: digests of the full, computed blocks (`block_pool.block_digest`).
-        is_in_flight: whether a round has a row of it and has not ended.
-        last_round: the number of the last round with a row of it.
-        priority: lower starts earlier.
-        owner: whose request it is; owners share the engine's tokens equally while their requests wait.
-        prompt_logprobs: log probabilities of the prompt tokens computed so far, from the second on, if requested.
+        num_computed: number of tokens whose keys and values are in `block_ids`, the block table.
+        digests: digests of the full, computed blocks; see `block_digest`.
+        is_in_flight: whether the request has a row in a round that has not ended.
+        last_round: the number of the last round with a row of the request.
+        prompt_logprobs: for the prompt tokens computed so far, from the second on, if requested.
     """
 
     request: Request
@@ -43,12 +40,12 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Committed tokens that still need a forward pass; 1 while decoding."""
+        """The number of committed tokens that still need a forward pass; 1 while decoding."""
         return len(self.request.token_ids) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the last committed token is uncomputed, so that the next round commits new ones."""
+        """Whether only the last committed token is uncomputed."""
         return self.num_uncomputed == 1
 
     @property
@@ -67,10 +64,7 @@ class Sequence:
         return self.request.params.max_tokens - self.request.num_output_tokens
 
     def commit(self, verdict: Verdict) -> RequestOutput:
-        """Append a round's tokens up to the first that ends the request, and return the output of the round.
-
-        `decode` adds its text.
-        """
+        """Append a round's tokens, up to a token that ends the request; return the output, without text."""
         request = self.request
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
         committed, texts = self._append(verdict.token_ids)
@@ -98,7 +92,7 @@ class Sequence:
         )
 
     def decode(self, output: RequestOutput) -> None:
-        """Add the text of an output, unless `commit` needed it; call this for each output, in order."""
+        """Add the text of an output, unless `commit` added it; call this for all outputs, in order."""
         params = self.request.params
         if not self._needs_texts:
             is_shown = output.finish_reason != "stop" or params.include_stop_str_in_output
@@ -107,10 +101,10 @@ class Sequence:
                 output.text += self._rest()
 
     def resume(self, token_ids: list[int]) -> None:
-        """Append output that another engine committed; the client has its text, except text that may end in a stop.
+        """Append output that another engine committed; the client already has its text.
 
         Raises:
-            RequestError: the output has ended the request, so that nothing is left to generate.
+            RequestError: the output ends the request.
         """
         if not self._append(token_ids)[1]:
             self._decode(token_ids, may_stop=True)
@@ -118,7 +112,7 @@ class Sequence:
             raise RequestError(f"the output so far of {len(token_ids)} tokens ends the text", "output_token_ids")
 
     def _append(self, token_ids: list[int]) -> tuple[list[int], list[str]]:
-        """Append tokens up to the first that ends the request; return those, and their texts if they are needed now."""
+        """Append tokens, up to a token that ends the request; return them, and their texts if `_needs_texts`."""
         request, params = self.request, self.request.params
         start = len(request.token_ids)
         texts: list[str] = []
@@ -141,7 +135,7 @@ class Sequence:
 
     @property
     def _needs_texts(self) -> bool:
-        """Whether each token's text is needed when it is committed: a stop string can end the text within a round."""
+        """Whether tokens must be decoded as they are committed: a stop string can end the text within a round."""
         return bool(self.request.params.stop) or self.request.params.traces_rounds
 
     def _rest(self) -> str:

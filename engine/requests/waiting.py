@@ -1,14 +1,13 @@
-"""WaitingQueue: which waiting request starts next, whether another one may wait, and which running one makes room.
+"""WaitingQueue: which waiting request starts next, whether a new request may wait, and which requests are preempted.
 
-Requests that have begun come first: preempted ones, then those that another engine began. Of the others, the owner with
-the fewest tokens served is next, and of its requests the one with the lowest `priority`, then the oldest. A positive
-`priority` also lets other owners' requests pass; a negative one does not pass them, so that no owner can name itself
-the first.
+Preempted requests start first, then requests that another engine began. Next comes the owner with the fewest tokens
+served; it starts its request with the lowest `priority`, and the oldest of equal priority. A request of positive
+priority also starts after other owners' requests. A negative priority counts among the owner's requests only.
 
-The tokens are virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI '24): an owner's
-counter grows by the prompt tokens computed and the output tokens committed for it. An owner without waiting requests
-saves nothing up: when it comes back, its counter is raised to the lowest one of the owners that wait, or to that of the
-owner that left the queue last.
+Tokens are counted by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI '24): an
+owner's counter grows by its computed prompt tokens and committed output tokens. An idle owner saves nothing up: when it
+queues a request again, its counter is raised to the lowest counter of the waiting owners. If no owner waits, it is
+raised to the counter of the owner that left the queue last.
 """
 
 from bisect import insort
@@ -23,8 +22,8 @@ from engine.requests.sequence import Sequence
 class WaitingQueue:
     """The waiting requests of one engine.
 
-    While `limit` requests wait, an owner may add more up to its equal share of the limit among the owners that wait,
-    itself included, rounded up; but never more than twice the limit wait.
+    When `limit` requests wait, an owner may queue requests up to its equal share of the limit among the owners that
+    wait. At most twice the limit can wait.
     """
 
     def __init__(self, limit: int) -> None:
@@ -38,28 +37,27 @@ class WaitingQueue:
         return len(self._begun) + sum(map(len, self._new.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield the requests that have begun, then those of each owner in their order."""
         return chain(self._begun, *self._new.values())
 
     @property
     def first(self) -> Sequence:
-        """The request that starts next; there must be one."""
+        """The request that starts next; the queue must not be empty."""
         if self._begun:
             return self._begun[0]
         heads = (queue[0] for queue in self._new.values())
         return min(heads, key=lambda head: (max(0, head.priority), self._served[head.owner]))
 
     def first_besides(self, owners: Container[str]) -> Sequence | None:
-        """Return the request that starts next of those of other owners that let nobody pass; None if there is none."""
+        """Return the next request whose owner is not in `owners` and whose priority is not positive, if any."""
         begun = (sequence for sequence in self._begun if sequence.owner not in owners and sequence.priority <= 0)
         heads = [queue[0] for owner, queue in self._new.items() if owner not in owners and queue[0].priority <= 0]
         return next(begun, None) or min(heads, key=lambda head: self._served[head.owner], default=None)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request; one that another engine began always finds a place.
+        """Queue a request; a request that another engine began always finds a place.
 
         Raises:
-            QueueFullError: the queue is full, and the owner has its share of it.
+            QueueFullError: the queue is full, and the owner has its share.
         """
         if sequence.request.num_output_tokens:
             self._begun.append(sequence)
@@ -71,12 +69,12 @@ class WaitingQueue:
             if places[owner] >= share or num_waiting >= 2 * self._limit:
                 raise QueueFullError(f"{num_waiting} requests are waiting, the limit is {self._limit}")
         if owner not in self._new:
-            lowest = min((self._served[other] for other in self._new), default=self._served[self._left_last])
+            lowest = min((self._served[name] for name in self._new), default=self._served[self._left_last])
             self._served[owner] = max(self._served[owner], lowest)
         insort(self._new.setdefault(owner, []), sequence, key=lambda waiting: waiting.priority)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Queue a request that ran, before all others."""
+        """Queue a preempted request, before all others."""
         self._begun.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -90,15 +88,15 @@ class WaitingQueue:
             del self._new[sequence.owner]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count tokens that were computed for a request's owner."""
+        """Add tokens to the counter of a request's owner."""
         self._served[sequence.owner] += num_tokens
 
 
 def by_share(running: Iterable[Sequence]) -> list[Sequence]:
-    """Return running requests, given oldest first, in the order in which they keep their places.
+    """Return running requests, given oldest first, with the last to be preempted first.
 
-    All owners' first requests come before all second ones, and so on, then the oldest. An owner's requests are in the
-    order of `priority`. Those with a positive one come after all others.
+    An owner's requests are ranked by `priority`. The first-ranked requests of all owners come before all second-ranked
+    requests, and so on; the oldest first within a rank. Requests of positive priority come last.
     """
     num_before: Counter[str] = Counter()
     places: dict[Sequence, tuple[int, int]] = {}
@@ -110,9 +108,9 @@ def by_share(running: Iterable[Sequence]) -> list[Sequence]:
 
 
 def dispensable(running: Iterable[Sequence]) -> list[Sequence]:
-    """Return the requests, the first to be preempted last, that make room for an owner that has none running.
+    """Return the requests that can be preempted for an owner with no running request; the last is preempted first.
 
-    Each owner keeps its first one, unless its `priority` is positive, and those in flight.
+    Each owner keeps its first request of `by_share`, unless its priority is positive. Requests in flight are kept, too.
     """
     order = by_share(running)
     kept = {sequence.owner: sequence for sequence in reversed(order) if sequence.priority <= 0}

@@ -1,5 +1,5 @@
 """What is counted?
 
-In reading order: `drafts` (drafts, and those prepared ahead), `requests` (their times and lengths) and `preparation`
-(work that no round should wait for).
+In reading order: `drafts` (draft tokens and run-ahead), `requests` (times and lengths) and `preparation`
+(compilations).
 """

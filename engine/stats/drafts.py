@@ -1,8 +1,4 @@
-"""Counters of drafts, as vLLM's metrics define them.
-
-Acceptance rate = num_accepted_tokens / num_draft_tokens; mean acceptance length = 1 + num_accepted_tokens /
-num_drafts (bonus included); acceptance at position i = num_accepted_tokens_per_pos[i] / num_drafts.
-"""
+"""Counters of drafts, as vLLM's metrics define them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters since the start; they only grow."""
+    """Counters since the start."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -21,14 +17,13 @@ class SpeculationStats:
     num_prefix_queries: int = 0
     """Tokens that were looked up in the prefix cache, when their requests were first admitted."""
     num_prefix_hits: int = 0
-    """Looked-up tokens that were cached."""
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_rounds_by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """Rounds by draft length and by the reason for that length."""
+    """By draft length and `control.plan.Reason`."""
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one verified draft; an empty draft does not count."""
+        """Count a verified draft, unless it is empty."""
         if num_draft_tokens == 0:
             return
         self.num_drafts += 1
@@ -47,15 +42,14 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class RunAheadStats:
-    """Counters since the start; they only grow.
+    """Counters since the start.
 
     Attributes:
         hits: proposals whose draft was at least partly prepared.
-        misses: the remaining proposals, by reason. `token`: no draft was prepared for the committed token.
-            `unprepared`: no time or no free blocks to prepare. `stale`: the request is new, or more than one verdict
-            further.
-        num_forwards: forward passes run ahead of proposals.
-        num_wasted: of these, the passes whose results were not used.
+        misses: proposals without a prepared draft, by reason. `token`: no draft was prepared for the committed token.
+            `unprepared`: time or blocks were lacking. `stale`: the request is new, or has had more than one verdict.
+        num_forwards: forward passes of run-ahead.
+        num_wasted: how many of these passes were not used.
     """
 
     hits: int = 0

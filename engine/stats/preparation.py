@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 
 class Preparation:
-    """Counts work that no round should wait for; 0 is wanted of each kind.
+    """Counts work that no round should wait for; all counts should stay 0.
 
-    `compiled`: layers and kernels, by a round. `not_recorded`: graphs that could not be recorded. `eager`: models that
-    could not be compiled.
+    `compiled`: layers and kernels compiled during a round. `not_recorded`: graphs that could not be recorded. `eager`:
+    models that could not be compiled.
     """
 
     def __init__(self) -> None:
@@ -17,13 +17,13 @@ class Preparation:
         self._is_expected = True  # until the first model is warmed up
 
     def observe(self, kind: str) -> None:
-        """Count something that is compiled, unless that is `expected` now."""
+        """Add 1 to a count, except within `expected`."""
         if not self._is_expected:
             self.counts[kind] += 1
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Within it no round waits; afterwards any round may."""
+        """Count nothing within this block, because no round waits."""
         self._is_expected = True
         try:
             yield
@@ -32,4 +32,3 @@ class Preparation:
 
 
 PREPARATION = Preparation()
-"""Of this process."""

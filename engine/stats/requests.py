@@ -15,7 +15,7 @@ TOKEN_BOUNDS_S = (
 
 
 class Distribution:
-    """A histogram: the number of values up to each bound, and their sum."""
+    """A histogram, and the sum of its values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -23,7 +23,7 @@ class Distribution:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Count one value."""
+        """Count a value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -41,8 +41,6 @@ def token_bounds(max_tokens: int) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class _Times:
-    """When something happened to a request, in seconds of the engine's clock; None: not yet."""
-
     added_s: float
     started_s: float | None = None
     first_token_s: float | None = None
@@ -50,21 +48,18 @@ class _Times:
 
 
 class RequestStats:
-    """Counters since the start; they only grow.
+    """Histograms since the start.
 
     Attributes:
         queue_s: from `Engine.add` to the request's first round.
-        prefill_s: from there to the first token.
-        decode_s: from there to the last token, of requests that finished.
-        output_token_s: decode_s per token after the first; 0 if there is only one token.
-        inter_token_s: between two rounds that commit tokens of a request; a round can commit several.
-        num_prompt_tokens, num_output_tokens: of requests that finished.
-        num_computed_tokens: the prompt tokens that were not cached, of requests that finished.
+        prefill_s: from the first round to the first token.
+        decode_s, output_token_s: from the first token to the last, in all and per token after the first.
+        inter_token_s: between two rounds that commit tokens of a request; a round can commit several tokens.
+        num_computed_tokens: a finished request's prompt tokens that were not cached.
         num_round_tokens: the tokens that a round computes, drafts included.
     """
 
     def __init__(self, max_model_len: int) -> None:
-        """Count nothing yet; `max_model_len` is the largest number of tokens that is told from larger ones."""
         self.queue_s, self.prefill_s, self.decode_s = (Distribution(REQUEST_BOUNDS_S) for _ in range(3))
         self.output_token_s, self.inter_token_s = (Distribution(TOKEN_BOUNDS_S) for _ in range(2))
         bounds = token_bounds(max_model_len)
@@ -73,7 +68,7 @@ class RequestStats:
         self._times: dict[str, _Times] = {}
 
     def add(self, request_id: str, now_s: float) -> None:
-        """Begin to time a request, by the clock that also times the rounds."""
+        """Begin to time a request."""
         self._times[request_id] = _Times(now_s)
 
     def release(self, request_id: str) -> None:

@@ -134,6 +134,11 @@ class EngineConfig(EngineSettings):
     """State slots of a model with linear layers: one for each running request, the others cache states of prefixes.
     None is 2 max_num_seqs + 4, or what half of the memory for KV blocks holds."""
 
+    @property
+    def wanted_states(self) -> int:
+        """State slots to allocate if there is memory for them: `num_states`, or its default."""
+        return self.num_states or 2 * self.max_num_seqs + 4
+
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
 class PairConfig(EngineSettings, ModelSettings):

@@ -63,8 +63,8 @@ class DraftWorker(Worker):
         """Make a worker whose passes have room for the rows of `max_groups` groups."""
         engine = config.engine
         if max_groups > 1:
-            num_states = engine.num_states or 2 * engine.max_num_seqs + 4
-            engine = replace(engine, max_num_seqs=max_groups * engine.max_num_seqs, num_states=num_states)
+            num_seqs = max_groups * engine.max_num_seqs
+            engine = replace(engine, max_num_seqs=num_seqs, num_states=engine.wanted_states)
         super().__init__(engine, node)
         self._config, self._name, self._max_groups = config, name, max_groups
         self._queue: DraftQueue

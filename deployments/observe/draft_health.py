@@ -34,9 +34,9 @@ class DraftHealth:
         drafted = stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_generation_tokens
         plain = Counter({why: n for (length, why), n in stats.num_rounds_by_length.items() if not length})
         now = Rounds(num_rounds, round_s, draft_wait_s, target_s, *drafted, plain, self._fallbacks.copy())
-        found = problems(Rounds(*map(operator.sub, now, self._before))) if self._before else {}
+        reasons = problems(Rounds(*map(operator.sub, now, self._before))) if self._before else {}
         self._before, self._judged_s = now, now_s
-        self.problems = {name: name in found for name in PROBLEMS}
-        for name in found.keys() - self._told:
-            logger.warning("drafts, last minute: %s", found[name])
+        self.problems = {name: name in reasons for name in PROBLEMS}
+        for name in reasons.keys() - self._told:
+            logger.warning("drafts, last minute: %s", reasons[name])
             self._told.add(name)

@@ -67,7 +67,7 @@ def plan_cache(
     Raises:
         ModelError: the models do not fit, or leave no room for a request of full length, or for a state per request.
     """
-    num_states = config.num_states or 2 * config.max_num_seqs + 4
+    num_states = config.wanted_states
     if config.num_blocks is not None:
         return CacheSize(config.num_blocks, num_states)
     weights = sum(worker.weight_bytes for worker in workers)

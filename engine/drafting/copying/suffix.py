@@ -46,6 +46,7 @@ class SuffixDrafter(NgramDrafter):
         self._outputs: OrderedDict[bytes, TokenIndex] = OrderedDict()
         self._ended: deque[tuple[bytes, list[int]]] = deque(maxlen=_MAX_WAITING)
         self._acceptance = Acceptance(_PRIORS)
+        self._prior_odds = tuple(self._acceptance.odds)
         self._proposed: dict[str, tuple[Continuation, int]] = {}
         """The last proposal for each request, and how many tokens the request had then."""
 
@@ -102,9 +103,7 @@ class SuffixDrafter(NgramDrafter):
                 best = continuation
         if lengths and not best.token_ids:
             bucket = _bucket(lengths[0])
-            self._acceptance.odds[bucket] += _FADING * (
-                Acceptance(_PRIORS).odds[bucket] - self._acceptance.odds[bucket]
-            )
+            self._acceptance.odds[bucket] += _FADING * (self._prior_odds[bucket] - self._acceptance.odds[bucket])
         return best
 
     def _follow(self, index: TokenIndex, ends: list[int], match_length: int, limit: int) -> Continuation:

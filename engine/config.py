@@ -5,13 +5,14 @@
 
 import difflib
 import importlib
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
@@ -35,9 +36,15 @@ SEEDED_RULES = frozenset({"coupled"})  # with these, only target, request and se
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`package.module:NAME`, from which the value of a setting is imported."""
 Speculation = Literal["adaptive", "fixed", "off"]
+Execution = Literal["torch", "vllm"]
+VllmArguments = Annotated[
+    dict[str, Any], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
+]
 
 TREE_WIDTH = 3
 """Most alternatives after a token of a drafted tree; with k_sequential, the number of chains."""
+VLLM_BLOCK_SIZE = 32
+"""Tokens in a KV block with vLLM, unless its arguments say otherwise; CPUs need a multiple of 32, most GPUs of 16."""
 SETTINGS = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
@@ -76,6 +83,10 @@ class ModelConfig(ModelSettings):
     """Whether only the head is loaded, and of the model what the head shares with it."""
     compile: Compile = field(default="off", kw_only=True)
     """off, unlike for a pair: a model loaded by itself (by training, by the compiler) must not start a compiler."""
+    execution: Execution = field(default="torch", kw_only=True)
+    """What computes its passes."""
+    vllm: VllmArguments = field(default_factory=dict, kw_only=True, hash=False)
+    """vLLM's arguments beside those that the other settings decide."""
 
 
 @dataclass(frozen=True, kw_only=True, config=SETTINGS)
@@ -156,11 +167,19 @@ class PairConfig(EngineSettings, ModelSettings):
     saved quantised needs none."""
     draft_quantization: Quantization = "none"
     """The same for the draft."""
+    execution: Execution = "torch"
+    """What computes the target: torch, the passes of this project; vllm, the passes of vLLM, on several GPUs and for
+    families that only vLLM has. Drafts are always computed by torch."""
+    vllm: VllmArguments = field(default_factory=dict)
+    """Further arguments of vLLM with execution vllm: a JSON object with the names of its command line, such as
+    {"enable_expert_parallel": true}; and "invariant": true, without which texts on GPUs can differ with the batch, as
+    vLLM rounds."""
 
     @property
     def target(self) -> ModelConfig:
         """The model whose text is served."""
-        return self._model(BUNDLED if self.target_model == "auto" else self.target_model, self.target_quantization)
+        model = BUNDLED if self.target_model == "auto" else self.target_model
+        return self._model(model, self.target_quantization, execution=self.execution, vllm=self.vllm)
 
     @property
     def draft(self) -> ModelConfig | None:
@@ -175,12 +194,12 @@ class PairConfig(EngineSettings, ModelSettings):
     @property
     def engine(self) -> EngineConfig:
         """The engine's own settings."""
-        return EngineConfig(**_select(EngineSettings, self))
+        sizes = {"block_size": self.vllm.get("block_size", VLLM_BLOCK_SIZE)} if self.execution == "vllm" else {}
+        return EngineConfig(**_select(EngineSettings, self), **sizes)
 
-    def _model(self, path: str, quantization: Quantization) -> ModelConfig:
-        return ModelConfig(
-            *split_revision(_BUNDLED.get(path, path)), quantization=quantization, **_select(ModelSettings, self)
-        )
+    def _model(self, path: str, quantization: Quantization, **settings: Any) -> ModelConfig:
+        path, revision = split_revision(_BUNDLED.get(path, path))
+        return ModelConfig(path, revision, quantization=quantization, **_select(ModelSettings, self), **settings)
 
 
 def split_revision(model: str) -> tuple[str, str | None]:

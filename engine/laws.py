@@ -24,9 +24,9 @@ from engine.params import SamplingParams
 from engine.protocols import Draft, Drafter, NoDrafter, ProposeRow, Verdict, VerifyRow, chain, run_in_process
 from engine.sampling import noise
 from engine.sampling.logits import Run, draw
+from engine.verification.decider import paths
 from engine.verification.draft_rows import Accept, decide_by
 from engine.verification.rule import RULES, Rule
-from engine.verification.verifier import paths
 
 _VOCAB, _LENGTH, _NUM_DRAFTED, _NUM_TEXTS = 4, 3, 3, 700
 _PROMPT = [0, 1, 2, 3, 1, 2]

@@ -28,8 +28,9 @@ from engine.models.registry import open_model
 from engine.models.source import ModelSource
 
 if TYPE_CHECKING:
+    from engine.drafting.assembly import LoadedVerifier
     from engine.execution.backend import Backend
-    from engine.verification.verifier import ModelVerifier
+    from engine.execution.vllm.verifier import VllmVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Worker:
         self._engine = engine
         self._world_size = world_size
         self._server = Server(self._host, self._node_id)
-        self._backend: Backend | None = None
+        self._backend: Backend | VllmVerifier | None = None
         self._sources: dict[ModelConfig, ModelSource] = {}
 
     def begin(self, log_format: LogFormat) -> WorkerProcess:
@@ -140,12 +141,13 @@ class TargetWorker(Worker):
             from cluster.workers.tensor_parallel import join_store, join_world
             from engine.drafting.assembly import assemble
             from engine.models.loader import resolve_device
+            from engine.verification.verifier import ModelVerifier
 
         self._select_gpu()
-        shard = None
+        world = None
         if address is not None:
             store = self._store if self._rank == 0 else join_store(address, self._world_size, timeout_s)
-            shard = join_world(
+            world = join_world(
                 store,
                 rank=self._rank,
                 world_size=self._world_size,
@@ -153,11 +155,12 @@ class TargetWorker(Worker):
                 host=self._host,
                 timeout_s=timeout_s,
             )
-        verifier = assemble(self._open(config), None, replace(self._engine, **cache._asdict())).load_verifier(shard)
+        verifier = assemble(self._open(config), None, replace(self._engine, **cache._asdict())).load_verifier(world)
         self._backend = verifier.backend
         self._backend.warm_up()
-        served: ModelVerifier | FeatureSource = verifier
+        served: LoadedVerifier | FeatureSource = verifier
         if self._rank == 0 and method_of(self._engine.drafting).reads_features:
+            assert isinstance(verifier, ModelVerifier), "only our own passes tap features"
             served = self._source = FeatureSource(verifier, Connector(self._node_id), self._version)
         # Room for running, preempted and just ended requests; a prefix that is evicted too early is sent again.
         capacity = 4 * self._engine.max_num_seqs

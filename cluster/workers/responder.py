@@ -13,7 +13,7 @@ from engine.stats.preparation import PREPARATION
 
 if TYPE_CHECKING:
     from cluster.workers.features import FeatureSource
-    from engine.verification.verifier import ModelVerifier
+    from engine.drafting.assembly import LoadedVerifier
 
 
 class TargetResponder:
@@ -23,7 +23,7 @@ class TargetResponder:
     in the rounds or any failure, this rank exits, and the group restarts all ranks.
     """
 
-    def __init__(self, verifier: "ModelVerifier | FeatureSource", *, rank: int, capacity: int, version: int) -> None:
+    def __init__(self, verifier: "LoadedVerifier | FeatureSource", *, rank: int, capacity: int, version: int) -> None:
         self.work: Callable[[], bool] = getattr(verifier, "work", lambda: False)
         """Called after each reply: sends features, if the verifier has any."""
         self._verifier = verifier

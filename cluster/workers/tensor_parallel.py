@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from engine.execution.reduce import make_reducer
-from engine.models.causal_lm import Shard
+from engine.execution.reduce import World
 
 Address = tuple[str, int]
 """The host and port where rank 0's store listens."""
@@ -42,8 +41,8 @@ def join_store(address: Address, world_size: int, timeout_s: float) -> TCPStore:
 
 def join_world(
     store: TCPStore, *, rank: int, world_size: int, device: torch.device, host: str, timeout_s: float
-) -> Shard:
-    """Enter the world and return this rank's shard of the model.
+) -> World:
+    """Enter the world and return this rank's place in it.
 
     NCCL or gloo communicates by the node's address `host`; a sum waits `timeout_s` for the other ranks.
     """
@@ -62,7 +61,7 @@ def join_world(
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timeout
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, pg_options=options)
-    return Shard(rank, world_size, make_reducer(rank, world_size, dist.group.WORLD, device))
+    return World(rank, world_size, device, store.host, store.port)
 
 
 def find_interface(address: str) -> str | None:

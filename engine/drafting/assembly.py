@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -11,9 +12,10 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.model.translated import translated
 from engine.drafting.registry import Method, method_of
+from engine.execution.reduce import World
 from engine.execution.registry import make_backend
+from engine.execution.vllm.arguments import check_version, set_environment
 from engine.heads.registry import load_head, load_target
-from engine.models.causal_lm import Shard
 from engine.models.first_layers import check_self_draft
 from engine.models.loader import check_module
 from engine.models.shards import plan_of
@@ -22,7 +24,13 @@ from engine.sampling.grammar import Grammars
 from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
+if TYPE_CHECKING:
+    from engine.execution.vllm.verifier import VllmVerifier
+
 logger = logging.getLogger(__name__)
+
+LoadedVerifier: TypeAlias = "ModelVerifier | VllmVerifier"
+"""A target in this process: computed by our own passes, or by vLLM."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,12 @@ class Assembly:
         """The grammars over the target's tokens."""
         return Grammars(self.target, vocab_size=self.target.vocab_size, eos_token_ids=self.target.eos_token_ids)
 
-    def load_verifier(self, shard: Shard | None = None) -> ModelVerifier:
+    def load_verifier(self, world: World | None = None) -> LoadedVerifier:
         """Load the target or a rank's shard of it, or raise ModelError; it still has to warm up."""
         method, engine = self.method, self.engine
+        if self.target.config.execution == "vllm":
+            return load_vllm(self.target, engine, self.grammars, world)
+        shard = None if world is None else world.shard()
         model = load_target(self.target, shard, keeps_kv=not method.reads_features)
         backend = make_backend(model, self.target, engine, branches=method.branches(engine))
         verifier = ModelVerifier(backend, engine, self.grammars, method.make_in_target)
@@ -78,6 +89,15 @@ def assemble(target: ModelSource, draft: ModelSource | None, engine: EngineConfi
     check_self_draft(engine, target)
     target.check_length(engine.max_model_len)
     return Assembly(target, draft, engine, None if draft is None else shared_tokens(target, draft))
+
+
+def load_vllm(source: ModelSource, engine: EngineConfig, grammars: Grammars, world: World | None) -> "VllmVerifier":
+    """Load a target into vLLM; raise ConfigError for another release than the tests ran with, or ModelError."""
+    set_environment(source.config)
+    check_version()
+    from engine.execution.vllm.verifier import VllmVerifier
+
+    return VllmVerifier(source, engine, grammars, world)
 
 
 def check_files(target: ModelSource, draft: ModelSource | None, world_size: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from engine.config import EngineConfig, ModelConfig, PairConfig
 from engine.drafting.registry import METHODS, Method, method_of
 from engine.errors import ConfigError, ModelError, ModelMismatchError
+from engine.execution.vllm.arguments import check_arguments
 from engine.heads.config import BLOCK_KINDS, kind_of, verifier_of
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
@@ -55,6 +56,9 @@ def settle(pair: PairConfig) -> Settled:
         raise ConfigError(f"{model}, which is a trained head, but drafting is {drafting!r}, which needs a whole model")
     if method.runs_in == "target" and not needs_head and pair.draft_model not in ("auto", "none"):
         raise ConfigError(f"{model}, but drafting is {drafting!r}, which uses none")
+    if pair.vllm and pair.execution != "vllm":
+        raise ConfigError(f"vllm is {pair.vllm}, but execution is {pair.execution!r}")
+    check_arguments(pair.vllm)
     if has_head or needs_head:
         if pair.draft_quantization != "none":
             raise ConfigError(f"draft_quantization is {pair.draft_quantization}, but the draft is a trained head")
@@ -137,6 +141,8 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
             draft.refuse_to_draft("trees")
     if method.runs_in == "target":
         target.refuse("self-drafts")
+    if method.reads_features:
+        target.refuse("features")
 
 
 def _settings_of(model: ModelConfig | None) -> Mapping[str, Any]:

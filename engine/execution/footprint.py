@@ -48,6 +48,17 @@ def footprint(
     return with_head(needs, config, num_weights * bytes_per_weight, engine, dtype, cache_dtype or dtype)
 
 
+def footprint_with_vllm(source: ModelSource, engine: EngineConfig, *, dtype: torch.dtype, world_size: int) -> Footprint:
+    """Return a model's footprint on each rank of vLLM, from its files' headers alone."""
+    num_weights = sum(map(math.prod, source.weight_shapes.values()))
+    stored_bytes = sum(path.stat().st_size for path in source.weight_files)
+    weight_bytes = num_weights * dtype.itemsize if source.saved_format is None else stored_bytes
+    return of_weights(
+        source.path, weight_bytes // world_size, source.configuration, engine,
+        longest=source.max_model_len, dtype=dtype, world_size=world_size, cache_dtype=kv_dtype(source.config),
+    )  # fmt: skip
+
+
 def with_head(
     target: Footprint, head: HeadConfig, weight_bytes: int, engine: EngineConfig, dtype: torch.dtype, kv: torch.dtype
 ) -> Footprint:

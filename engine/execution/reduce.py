@@ -6,6 +6,7 @@ batch. Here the backend only moves tensors, and each rank adds them itself, rank
 
 import functools
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.models.causal_lm import Shard
 from engine.models.layers.reducer import Reducer, is_alone
 
 ONE_SHOT_BYTES = 1 << 20
@@ -123,6 +125,21 @@ class SymmetricReducer(RankOrderReducer):
         """Free the buffer and leave the process group."""
         self._buffer = None
         super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A rank's place in the torch.distributed world that this process has joined, whose store is at `host`:`port`."""
+
+    rank: int
+    size: int
+    device: torch.device
+    host: str
+    port: int
+
+    def shard(self) -> Shard:
+        """Return the rank's part of a model, with the reducer of the world."""
+        return Shard(self.rank, self.size, make_reducer(self.rank, self.size, dist.group.WORLD, self.device))
 
 
 def make_reducer(rank: int, world_size: int, group: Any, device: torch.device) -> Reducer:

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig, import_named
 from engine.execution.backend import Backend
-from engine.execution.footprint import footprint
+from engine.execution.footprint import footprint, footprint_with_vllm
 from engine.execution.memory import Survey
 from engine.models.causal_lm import CausalLM
 from engine.models.files import names_model
@@ -63,6 +63,8 @@ def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) ->
     else:
         name, weight_bytes = str(torch.cuda.get_device_properties(device).uuid), dtype.itemsize
         num_free, _ = torch.cuda.mem_get_info(device)
+    if source.config.execution == "vllm":
+        return Survey(name, num_free, footprint_with_vllm(source, engine, dtype=dtype, world_size=world_size))
     needs = footprint(source, engine, dtype=dtype, bytes_per_weight=weight_bytes, world_size=world_size)
     is_compiled = source.config.compile != "off" and source.kind.model_class.why_eager(source.configuration) is None
     if device.type != "cpu" and is_compiled:

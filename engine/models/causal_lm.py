@@ -159,7 +159,7 @@ def _layer_sizes(text: PreTrainedConfig, world_size: int) -> tuple[int, int, int
     if getattr(text, "kv_lora_rank", None):
         kv_heads, world_size = 1, 1
         key_dim, value_dim = text.kv_lora_rank + text.qk_rope_head_dim, 0
-    return kv_heads if holds_attention_whole(text) else kv_heads // world_size, key_dim, value_dim
+    return kv_heads if holds_attention_whole(text) else max(1, kv_heads // world_size), key_dim, value_dim
 
 
 def holds_attention_whole(config: PreTrainedConfig) -> bool:

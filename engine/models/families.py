@@ -41,6 +41,10 @@ REFUSED: Mapping[str, str] = {
     "moshi": "which reads and writes audio",
 }
 """Families, by `model_type`, that are not served for reasons that no rule sees."""
+_ONLY_CHAINS = (
+    "computed by vLLM, where drafts are chains from elsewhere; drafting must be model, ngram, suffix or model+suffix, "
+    "or execution torch"
+)
 _TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """transformers' tasks of models that write text, alone or with a part of the model."""
 _GGUF_SCALING = (b".rope.scaling.", b"rope_freqs.weight", b"rope_factors_")
@@ -166,6 +170,25 @@ class ModelKind:
         from engine.models.causal_lm import CausalLM
 
         return CausalLM
+
+
+class ServedByVllm(ModelKind):
+    """Decoder-only models that vLLM computes; its registry, which a worker reads, decides which of them it has."""
+
+    refusals: Mapping[str, str] = dict.fromkeys(("trees", "heads", "self-drafts", "features"), _ONLY_CHAINS)
+
+    def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
+        """Raise ModelError for what vLLM's part of a round cannot compute."""
+        use_torch = "which execution=vllm does not serve; execution must be torch"
+        if configuration.is_encoder_decoder:
+            raise ModelError(f"{config.path} is {configuration.model_type}, an encoder-decoder, {use_torch}")
+        if set(getattr(configuration, "layer_types", None) or []) - ATTENDING:
+            raise ModelError(f"{config.path} is {configuration.model_type} with layers that keep a state, {use_torch}")
+        if config.path.endswith(".gguf"):
+            raise ModelError(f"{config.path} is a GGUF file, {use_torch}")
+        if config.quantization == "int4":
+            problem = "target_quantization is int4, which vLLM does not round to at load"
+            raise ModelError(f"{problem}; serve a checkpoint that is saved in int4, or set execution to torch")
 
 
 def logit_scale(text: "PreTrainedConfig") -> float:

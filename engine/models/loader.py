@@ -54,23 +54,30 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     fuse_projections(module)
     state_shapes, state_chunk = prepare_linear_layers(module, configuration)
     describe_layers(module, configuration)
-    info = ModelInfo(
-        name=source.path,
-        vocab_size=source.vocab_size,
-        max_model_len=kind.context_length(configuration),
-        eos_token_ids=source.eos_token_ids,
-        num_parameters=num_parameters,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        start_id=kind.start_id(source.settings, source.generation_settings),
-        digest=hashlib.sha256(f"{source.digest} {torch.__version__}".encode()).hexdigest(),
-        state_chunk=state_chunk,
-    )
+    info = describe(source, dtype, device, num_parameters, state_chunk)
     size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
     message = "%s: %s on %s, loaded in %.1f s; its context has %d tokens"
     logger.info(message, source.path, size, device, time.monotonic() - started, info.max_model_len)
     return kind.model_class(
         module, configuration, info, device, dtype, shard, kv_dtype(source.config), None, state_shapes
+    )
+
+
+def describe(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, num_parameters: int, state_chunk: int = 0
+) -> ModelInfo:
+    """Return the facts about a model that is loaded in a number format on a device."""
+    return ModelInfo(
+        name=source.path,
+        vocab_size=source.vocab_size,
+        max_model_len=source.kind.context_length(source.loaded_configuration),
+        eos_token_ids=source.eos_token_ids,
+        num_parameters=num_parameters,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        start_id=source.kind.start_id(source.settings, source.generation_settings),
+        digest=hashlib.sha256(f"{source.digest} {torch.__version__}".encode()).hexdigest(),
+        state_chunk=state_chunk,
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
-from engine.models.families import ModelKind, gguf_settings, keep_layers, read_configuration, text_part
+from engine.models.families import ModelKind, ServedByVllm, gguf_settings, keep_layers, read_configuration, text_part
 from engine.models.files import damage_named, indexed_names, names_model, read_object, tensor_shapes
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
@@ -106,6 +106,8 @@ class ModelSource:
     @cached_property
     def kind(self) -> ModelKind:
         """How models of this `model_type` are served."""
+        if self.config.execution == "vllm":
+            return ServedByVllm()
         names = [section.get("model_type", "") for section in (self.settings, self.settings.get("text_config") or {})]
         return next((self._kinds[name] for name in names if name in self._kinds), ModelKind)()
 

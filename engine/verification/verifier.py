@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch, build
 from engine.execution.forward_row import ForwardRow, depths
 from engine.execution.kv_tensors import KVTensors
-from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow
-from engine.sampling.grammar import Grammars, matcher_of
-from engine.sampling.logits import Run, needs_shaping, plan_draws
+from engine.protocols import NO_DRAFT, TargetDrafter, Verdict, VerifyRow
+from engine.sampling.grammar import Grammars
+from engine.sampling.logits import needs_shaping, plan_draws
+from engine.verification.decider import Decider, num_logits
 from engine.verification.rule import rule_of
 
 MakeTargetDrafter = Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter]
@@ -32,12 +32,10 @@ class ModelVerifier:
         """Make the KV tensors and the target's own drafter, if any; raise ModelError if it cannot draft for itself."""
         assert config.num_blocks is not None
         self.backend = backend
-        self._grammars = grammars
         self.num_blocks = config.num_blocks + 1
         num_slots, depth = 1 + (config.num_states or 0), config.num_speculative_tokens
         self._kv = backend.allocate_kv(self.num_blocks, config.block_size, num_slots, depth)
-        self._rule = rule_of(config.verification)
-        self._end_ids = tuple(backend.info.eos_token_ids)
+        self._decider = Decider(rule_of(config.verification), backend.info.eos_token_ids, grammars)
         self._drafter = None if make_drafter is None else make_drafter(config, backend, self._kv, grammars)
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
@@ -58,50 +56,21 @@ class ModelVerifier:
         return self._kv
 
     def release(self, request_id: str) -> None:
-        """Drop a request's grammar matcher."""
-        if self._grammars is not None:
-            self._grammars.release(request_id)
+        """Drop what is kept of a request outside the cache."""
+        self._decider.release(request_id)
 
     def _decide(self, rows: Sequence[VerifyRow], output: PassOutput, *, is_drawn: bool) -> list[Verdict]:
-        deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
-        runs = [self._run(row) for _, row in deciding]
+        runs = self._decider.runs(rows)
         self.backend.wait()
-        drawn = output.tokens.tolist() if is_drawn else None
-        verdicts, logits = _read_prompts(rows, output.logits)
-        if not deciding:
-            return verdicts
-        raw = logits.log_softmax(-1) if any(row.request.params.logprobs is not None for _, row in deciding) else None
-        drafts = [row.draft for _, row in deciding]
-        decisions = self._rule.decide(logits, runs, drafts, drawn)
-        start = 0
-        for (i, row), run, (tokens, path) in zip(deciding, runs, decisions, strict=True):
-            logprobs = None
-            if raw is not None and (count := row.request.params.logprobs) is not None:
-                rows_used = [start, *(start + 1 + node for node in path)]
-                logprobs = _logprobs(raw[rows_used], tokens, count)
-            verdicts[i] = Verdict(tokens, path, logprobs, verdicts[i].prompt_logprobs, row.draft)
-            if run.matcher is not None and run.matcher.error:
-                message = f"the grammar is too complex to be followed any further ({run.matcher.error}); simplify it"
-                verdicts[i] = Verdict(prompt_logprobs=verdicts[i].prompt_logprobs, draft=row.draft, error=message)
-            start += 1 + len(row.draft.token_ids)
-        return verdicts
-
-    def _run(self, row: VerifyRow) -> Run:
-        params = row.request.params
-        return Run(
-            row.request,
-            depths=[0, *depths(row.draft.parents)],
-            paths=paths(row.draft) if params.depends_on_path else (),
-            end_ids=(*self._end_ids, *params.stop_token_ids),
-            matcher=matcher_of(self._grammars, row.request),
-        )
+        drawn = output.tokens.tolist() if is_drawn and runs else None
+        return self._decider.decide(rows, runs, output.logits, drawn)
 
     def _forward(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> tuple[PassOutput, bool]:
         """Launch the pass; return whether it draws the tokens: not if the rule or a prompt's logprobs need logits."""
         nodes = [(row.request, depth) for row in rows if row.reaches_tip for depth in [0, *depths(row.draft.parents)]]
         params = [request.params for request, _ in nodes]
         draws = None
-        if self._rule.shares_noise and len(params) == len(batch.logit_indices):
+        if self._decider.rule.shares_noise and len(params) == len(batch.logit_indices):
             positions = [len(request.token_ids) + depth for request, depth in nodes]
             (draws,) = plan_draws(params, positions, self._kv.input_device)
             batch.needs_logits = any(needs_shaping(row) or row.logprobs is not None for row in params)
@@ -134,58 +103,16 @@ class ModelVerifier:
 
 
 def _forward_row(row: VerifyRow) -> ForwardRow:
-    tokens, draft = row.request.token_ids[row.start : row.start + row.length], NO_DRAFT
-    num_logits = row.length if row.num_prompt_logprobs else 0
-    if row.reaches_tip:
-        draft = row.draft
-        num_logits = max(1, num_logits) + len(draft.token_ids)
+    tokens = row.request.token_ids[row.start : row.start + row.length]
+    draft = row.draft if row.reaches_tip else NO_DRAFT
     return ForwardRow(
         token_ids=tokens + draft.token_ids,
         start=row.start,
         block_ids=row.block_ids,
-        num_logits=num_logits,
+        num_logits=num_logits(row),
         parents=None if draft.is_chain else draft.parents,
         input_length=row.request.input_length,
         num_draft_tokens=len(draft.token_ids),
         prompt_length=row.request.prompt_length,
         slot=row.slot,
     )
-
-
-def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdict], Tensor]:
-    """Return verdicts that hold only the prompts' log probabilities, and the logits that the rule needs."""
-    if not any(row.num_prompt_logprobs for row in rows):
-        return [Verdict()] * len(rows), logits
-    verdicts, deciding = [], []
-    sizes = [_forward_row(row).num_logits for row in rows]
-    for row, row_logits in zip(rows, logits.split_with_sizes(sizes), strict=True):
-        if row.reaches_tip:
-            deciding.append(row_logits[-1 - len(row.draft.token_ids) :])
-        prompt_logprobs: list[TokenLogprobs] = []
-        num_top = row.request.params.prompt_logprobs
-        if num_top is not None and (count := row.num_prompt_logprobs):
-            tokens = row.request.token_ids[row.start + 1 : row.start + 1 + count]
-            prompt_logprobs = _logprobs(row_logits[:count].log_softmax(-1), tokens, num_top)
-        verdicts.append(Verdict(prompt_logprobs=prompt_logprobs))
-    return verdicts, torch.cat(deciding) if deciding else logits[:0]
-
-
-def paths(draft: Draft) -> list[list[int]]:
-    """Return the draft tokens from the tip to each node: [nodes + 1] lists, the tip's own, empty, first."""
-    to_node: list[list[int]] = [[]]
-    for token, parent in zip(draft.token_ids, draft.parents, strict=True):
-        to_node.append([*to_node[parent + 1], token])
-    return to_node
-
-
-def _logprobs(raw: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
-    """Return the target's log probabilities before any shaping. raw: [n, vocab]."""
-    chosen = raw.gather(-1, torch.tensor(tokens, device=raw.device).unsqueeze(-1))
-    ranks = (raw > chosen).sum(-1) + 1
-    top, ids = raw.topk(count, -1) if count else (raw[:, :0], raw[:, :0].long())
-    return [
-        TokenLogprobs(logprob, rank, top_ids, top_logprobs)
-        for logprob, rank, top_ids, top_logprobs in zip(
-            chosen.squeeze(-1).tolist(), ranks.tolist(), ids.tolist(), top.tolist(), strict=True
-        )
-    ]

@@ -9,9 +9,9 @@ import torch
 
 from engine.drafting.model.token_drawer import TOP_M
 from engine.sampling import noise
+from engine.verification.decider import paths
 from engine.verification.draft_rows import decide_by, draft_row, first_rows
 from engine.verification.rule import RULES
-from engine.verification.verifier import paths
 
 VOCAB, K = 3, 3
 

@@ -27,7 +27,7 @@ from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import TOP_M
 from engine.drafting.model.translated import TranslatedBackend
 from engine.params import SamplingParams
-from engine.verification.verifier import paths
+from engine.verification.decider import paths
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.model.test_translated import Foreign
 from tests.engine.drafting.proposing import Counting, Failing, context_model, propose, row

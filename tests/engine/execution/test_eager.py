@@ -15,7 +15,7 @@ from engine.models.families import REFUSED
 from engine.protocols import Draft
 from engine.sampling import noise
 from engine.sampling.noise import Draws
-from engine.verification.verifier import paths
+from engine.verification.decider import paths
 from tests.engine.tiny import EXPERTS, GEMMA4, HEADS, LATENT, LLAMA4, SHARED, SIZES, model_of, save
 
 CPU = torch.device("cpu")

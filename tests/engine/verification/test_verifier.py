@@ -6,7 +6,8 @@ import torch
 from engine.config import EngineConfig
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, Request, Verdict, VerifyRow, chain, run_in_process
-from engine.verification.verifier import ModelVerifier, paths
+from engine.verification.decider import paths
+from engine.verification.verifier import ModelVerifier
 from tests.engine.running import expected_tokens
 from tests.fakes import ContextModel, LateModel
 

@@ -7,7 +7,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.trees.tree_drafter import TreeDrafter
-from engine.verification.verifier import paths
+from engine.verification.decider import paths
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.proposing import Counting, propose, row
 from tests.engine.drafting.trees.test_tree_drafter import CONFIG, MODEL, PARAMS

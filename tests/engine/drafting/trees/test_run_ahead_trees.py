@@ -13,7 +13,7 @@ from engine.drafting.trees.levelwise import TIP
 from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
 from engine.drafting.trees.tree_drafter import TreeDrafter
 from engine.params import SamplingParams
-from engine.verification.verifier import paths
+from engine.verification.decider import paths
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.proposing import Advanced, Counting, context_model, finish, propose, row
 from tests.engine.drafting.trees.test_tree_drafter import PARAMS, check, scores_after

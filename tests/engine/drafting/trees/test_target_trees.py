@@ -12,7 +12,8 @@ from engine.errors import ConfigError
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, VerifyRow, run_in_process
 from engine.sampling.logits import Run, noised, shape
-from engine.verification.verifier import ModelVerifier, paths
+from engine.verification.decider import paths
+from engine.verification.verifier import ModelVerifier
 from tests.engine.heads.test_eagle3 import TEXT, VARIANTS, dense_logits, tapped
 from tests.engine.heads.tiny_heads import backend_with_head, head_config
 

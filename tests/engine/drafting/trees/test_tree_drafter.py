@@ -17,7 +17,7 @@ from engine.drafting.trees.tree_drafter import BestFirstTree, TreeDrafter
 from engine.params import SamplingParams
 from engine.protocols import Request
 from engine.sampling.logits import Run, noised, shape
-from engine.verification.verifier import paths
+from engine.verification.decider import paths
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.proposing import context_model, propose, row
 from tests.engine.running import make_engine, run

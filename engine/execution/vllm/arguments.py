@@ -1,0 +1,134 @@
+"""Arguments: our settings in vLLM's words. This file imports vllm only where a target loads."""
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from engine.config import EngineConfig, ModelConfig, unknown_argument
+from engine.errors import ConfigError
+from engine.models.source import ModelSource
+
+TESTED = "0.32"
+"""The release of vLLM with which the tests ran; its internals change between releases."""
+INVARIANT = "invariant"
+"""The key of the `vllm` setting that makes vLLM round alike in every batch."""
+QUANTIZATION = {"none": None, "int8": "int8_per_channel_weight_only", "fp8": "fp8_per_channel", "int4": None}
+_OURS: Mapping[str, str] = {
+    "model": "target_model",
+    "revision": "target_model",
+    "dtype": "dtype",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "enforce_eager": "compile",
+    "gpu_memory_utilization": "memory_fraction",
+    "kv_cache_memory_bytes": "num_blocks",
+    "num_gpu_blocks_override": "num_blocks",
+    "speculative_config": "drafting",
+}
+"""Arguments of vLLM that settings of ours decide."""
+_FIXED: Mapping[str, Any] = {
+    "skip_tokenizer_init": True,
+    "generation_config": "vllm",
+    "language_model_only": True,
+    "async_scheduling": False,
+    "disable_hybrid_kv_cache_manager": True,
+    "distributed_executor_backend": None,
+    "data_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "trust_remote_code": False,
+}
+"""Arguments that no setting changes: text is ours, and so are the schedule and the ranks' processes."""
+
+
+def environment(config: ModelConfig) -> dict[str, str]:
+    """Return what a process's environment must hold before it imports vllm or torch."""
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_BATCH_INVARIANT": str(int(bool(config.vllm.get(INVARIANT)))),
+    }
+    return variables | ({"OMP_NUM_THREADS": str(config.num_threads)} if config.num_threads else {})
+
+
+def check_version() -> str:
+    """Return the installed release of vLLM; raise ConfigError if there is none, or another than the tests ran with."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.startswith(f"{TESTED}."):
+            return version
+        raise ConfigError(f"execution is vllm, which works with vLLM {TESTED}; {name} {version} is installed")
+    raise ConfigError("execution is vllm, which is not installed; `pip install 'paceline[vllm]'` installs it")
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the `vllm` setting names what our settings decide."""
+    for name in given:
+        if name in _OURS:
+            raise ConfigError(f"vllm has the key {name!r}; that is the setting {_OURS[name]}")
+        if name in _FIXED:
+            raise ConfigError(f"vllm has the key {name!r}, which is always {_FIXED[name]!r} here")
+
+
+def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, world_size: int) -> dict[str, Any]:
+    """Return the keywords of vLLM's `EngineArgs` for a target; raise ConfigError for a wrong key or value of `vllm`."""
+    config, k = source.config, engine.num_speculative_tokens
+    most_tokens = max(engine.max_num_batched_tokens, engine.max_num_seqs * (1 + k))
+    return {
+        **_FIXED,
+        **_parsed({name: value for name, value in config.vllm.items() if name != INVARIANT}),
+        "model": str(source.directory),
+        "dtype": dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "quantization": QUANTIZATION[config.quantization] or config.vllm.get("quantization"),
+        "max_model_len": min(engine.max_model_len or source.max_model_len, source.max_model_len),
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": most_tokens,
+        "block_size": engine.block_size,
+        "enable_prefix_caching": False,
+        "enforce_eager": config.compile == "off",
+        "tensor_parallel_size": world_size,
+        # The runner then takes rows of up to 1 + k tokens; its drafter, which this names, never runs.
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3} if k else None,
+        "disable_log_stats": True,
+    }
+
+
+def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments as vLLM's own command line reads them."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> Any:
+            raise ConfigError(f"vllm is {json.dumps(given)}: {message}")
+
+    parser = EngineArgs.add_cli_args(Parser(add_help=False))
+    known = vars(parser.parse_args([]))
+    words = []
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"vllm: {unknown_argument(name, known)}")
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    parsed = vars(parser.parse_args(words))
+    return {name: parsed[name] for name in given}
+
+
+def set_environment(config: ModelConfig) -> None:
+    """Set this process's environment for a target in it; where a worker's process starts, Ray has set it already."""
+    os.environ.update(environment(config))

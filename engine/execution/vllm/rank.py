@@ -1,0 +1,80 @@
+"""Rank: vLLM's worker of one rank of the target, in this process."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from engine.errors import ModelError
+from engine.execution.vllm.runner import Runner
+
+
+class RankExecutor(UniProcExecutor):
+    """One worker in this process, a rank of a torch.distributed world that the caller has joined."""
+
+    place: tuple[str, int, int] | None = None
+    """The world's address, this rank, and its device's index; None for a single rank."""
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        return self.place or super()._distributed_args()
+
+
+def start(arguments: Mapping[str, Any], num_blocks: int, place: tuple[str, int, int] | None = None) -> Runner:
+    """Load a rank and its KV cache, as vLLM's `EngineCore._initialize_kv_caches` does, and return its runner.
+
+    Args:
+        arguments: of vLLM's `EngineArgs`.
+        num_blocks: KV blocks, including block 0, which vLLM gives to no request, either.
+        place: see `RankExecutor`.
+
+    Raises:
+        ModelError: vLLM does not serve the model so.
+    """
+    RankExecutor.place = place
+    arguments = {**arguments, "distributed_executor_backend": RankExecutor, "kv_cache_memory_bytes": 1}
+    with _named(arguments["model"]):
+        config = EngineArgs(**arguments).create_engine_config()
+        executor = RankExecutor(config)
+    register_all_kvcache_specs(config)
+    specs = executor.get_kv_cache_specs()
+    layouts = executor.get_supported_kv_cache_layouts()
+    layout = resolve_kv_cache_layout(config, layouts, [spec for worker in specs for spec in worker.values()])
+    executor.set_kv_cache_layout(layout.name)
+    config.cache_config.kv_cache_memory_bytes = num_blocks * sum(spec.page_size_bytes for spec in specs[0].values())
+    [cache] = get_kv_cache_configs(config, specs, executor.determine_available_memory())
+    cache.kv_cache_layout = config.cache_config.kv_cache_layout
+    if len(cache.kv_cache_groups) != 1:
+        problem = f"vLLM keeps {len(cache.kv_cache_groups)} kinds of KV blocks for it"
+        raise ModelError(f"{arguments['model']}: {problem}, and execution=vllm serves one; set execution to torch")
+    if cache.kv_cache_groups[0].kv_cache_spec.block_size != arguments["block_size"]:
+        size = cache.kv_cache_groups[0].kv_cache_spec.block_size
+        raise ModelError(
+            f'{arguments["model"]}: its attention needs KV blocks of {size}; set vllm={{"block_size": {size}}}'
+        )
+    assert cache.num_blocks >= num_blocks
+    config.cache_config.num_gpu_blocks = cache.num_blocks
+    executor.initialize_from_config([cache])
+    executor.compile_or_warm_up_model()
+    return Runner(executor.driver_worker.worker.model_runner)
+
+
+@contextlib.contextmanager
+def _named(model: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{model} does not fit into memory: {error}") from error
+    except (ValueError, NotImplementedError) as error:
+        raise ModelError(f"vLLM does not serve {model}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return the message of pydantic's error without its headline and its advice, or the first line of another's."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[1].partition(" [type=")[0] if len(lines) > 1 and "validation error" in lines[0] else lines[0]

@@ -1,0 +1,95 @@
+"""VllmVerifier: a target that vLLM computes; rows go in, logits come out, and the rule decides as ever."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.config import CompileProgress, EngineConfig
+from engine.execution.reduce import World
+from engine.execution.vllm.arguments import engine_arguments
+from engine.execution.vllm.rank import start
+from engine.execution.vllm.schedule import Schedule
+from engine.models.loader import describe, resolve_device, resolve_dtype
+from engine.models.source import ModelSource
+from engine.protocols import Verdict, VerifyRow
+from engine.sampling.grammar import Grammars
+from engine.verification.decider import Decider
+from engine.verification.rule import rule_of
+
+logger = logging.getLogger(__name__)
+
+
+class VllmVerifier:
+    """Verifies with vLLM's worker in this process; also its own `backend`, for whoever asks for the loaded model."""
+
+    def __init__(self, source: ModelSource, engine: EngineConfig, grammars: Grammars, world: World | None) -> None:
+        """Load a target or a rank of it; raise ModelError if vLLM does not serve it, ConfigError for its arguments."""
+        assert engine.num_blocks is not None
+        started = time.monotonic()
+        device = resolve_device(source.config.device)
+        dtype = resolve_dtype(source.config.dtype, device)
+        self.num_blocks = engine.num_blocks + 1
+        place = None if world is None else (f"tcp://{world.host}:{world.port}", world.rank, world.device.index or 0)
+        arguments = engine_arguments(source, engine, str(dtype).removeprefix("torch."), world.size if world else 1)
+        self._runner = start(arguments, self.num_blocks, place)
+        self._schedule = Schedule()
+        num_parameters = sum(torch.Size(shape).numel() for shape in source.weight_shapes.values())
+        self.info = describe(source, dtype, device, num_parameters)
+        self._decider = Decider(rule_of(engine.verification), self.info.eos_token_ids, grammars)
+        message = "%s: loaded by vLLM on %s in %.1f s; %d KV blocks of %d tokens"
+        logger.info(message, source.path, device, time.monotonic() - started, engine.num_blocks, engine.block_size)
+
+    async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
+        """Compute the rows and, unless another rank decides, return their verdicts."""
+        planned = self._schedule.round(rows)
+        with torch.inference_mode():
+            self._runner.append(planned.added)
+            logits = self._runner.run(planned.output)
+            if not decides:
+                return []
+            logits = self._wanted(rows, logits)
+            return self._decider.decide(rows, self._decider.runs(rows), logits, None)
+
+    def release(self, request_id: str) -> None:
+        """Have vLLM forget a request in the next round, and drop its grammar matcher."""
+        self._schedule.release(request_id)
+        self._decider.release(request_id)
+
+    def _wanted(self, rows: Sequence[VerifyRow], logits: Tensor) -> Tensor:
+        """Return `num_logits` rows of logits for each row: those that vLLM computed, and more of prompts."""
+        if all(row.reaches_tip and not row.num_prompt_logprobs for row in rows):
+            return logits
+        wanted, first = [], 0
+        for row in rows:
+            end = first + 1 + len(row.draft.token_ids)
+            if row.num_prompt_logprobs:
+                places = range(row.length + len(row.draft.token_ids) * row.reaches_tip)
+                wanted.append(self._runner.logits_of(row.request.request_id, places))
+            elif row.reaches_tip:
+                wanted.append(logits[first:end])
+            first = end
+        return torch.cat(wanted) if wanted else logits[:0]
+
+    @property
+    def backend(self) -> "VllmVerifier":
+        """The loaded model: this object."""
+        return self
+
+    @property
+    def compiling(self) -> list[CompileProgress]:
+        """Nothing: vLLM compiles and records while it loads."""
+        return []
+
+    def warm_up(self) -> None:
+        """Do nothing: vLLM has warmed up while it loaded."""
+
+    def enter_thread(self) -> None:
+        """Make this thread ready for rounds, because each thread has its own current GPU."""
+        if self.info.device.startswith("cuda"):
+            torch.cuda.set_device(self.info.device)
+
+    def close(self) -> None:
+        """Do nothing: vLLM's memory and its world end with this process."""

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import DRAFT_CORES, GroupConfig
 from engine.config import ModelConfig
 from engine.errors import TargetError
+from engine.execution.vllm.arguments import environment
 
 Bundle = dict[str, float]
 
@@ -173,7 +174,10 @@ def rank_options(config: GroupConfig, group: PlacementGroup, rank: int) -> dict[
     # Ray counts in units of 0.0001 and rounds; all ranks together must fit into their bundle.
     num_cpus = math.floor(TARGET_CPUS / config.tensor_parallel_size * 1e4) / 1e4
     sees = _ITS_GPU if config.tensor_parallel_size == 1 else _ALL_GPUS
-    return _actor_options(group, len(bundles) - 1, num_cpus, num_gpus, sees)
+    options = _actor_options(group, len(bundles) - 1, num_cpus, num_gpus, sees)
+    if config.target.execution == "vllm":
+        options["runtime_env"]["env_vars"] |= environment(config.target)
+    return options
 
 
 def _actor_options(

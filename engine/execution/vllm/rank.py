@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
@@ -61,7 +63,19 @@ def start(arguments: Mapping[str, Any], num_blocks: int, place: tuple[str, int, 
     config.cache_config.num_gpu_blocks = cache.num_blocks
     executor.initialize_from_config([cache])
     executor.compile_or_warm_up_model()
+    if place is not None:
+        _forget_names(place[0], place[1])
     return Runner(executor.driver_worker.worker.model_runner)
+
+
+def _forget_names(address: str, rank: int) -> None:
+    """Unlink this rank's shared memory: all ranks have mapped it by now, and a killed rank would leave it behind."""
+    identifier = address.rpartition(":")[2]  # as in vLLM's CPUWorker and CpuCommunicator
+    for path in Path("/dev/shm").glob(f"{identifier}-*-cpushm_{rank}"):
+        path.unlink()
+    queue = get_tp_group().mq_broadcaster
+    if rank == 0 and queue is not None:
+        queue.buffer.shared_memory.unlink()
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "non
 RULES = get_args(Verification)
 NAMES = ("transformers", "transformers-assisted")
 NAMES += ("engine-plain", "engine-speculative", "serve-plain", "serve-speculative")
-PEERS = ("vllm-plain", "vllm-speculative", "vllm-probabilistic")
+PEERS = ("vllm-plain", "vllm-speculative", "vllm-probabilistic", "over-vllm-plain", "over-vllm-speculative")
 """In the environment that `make bench-peers` makes."""
 Command = Callable[[Namespace, Workload, Console], list[str]]
 

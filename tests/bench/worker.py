@@ -29,6 +29,10 @@ def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
     Ours are imported here: vLLM's environment has no Ray.
     """
     k = workload.num_speculative_tokens
+    if name.startswith("over-vllm-"):
+        from tests.bench.contestants.with_engine import EngineMethod
+
+        return [partial(EngineMethod, workload, Arm.of(name.removeprefix("over-vllm-"), k), execution="vllm")]
     if name.startswith("vllm-"):
         num_draft_tokens = 0 if name == "vllm-plain" else k
         draws = "probabilistic" if name == "vllm-probabilistic" else "greedy"
@@ -96,7 +100,7 @@ class WorkerProcess:
 
     def __init__(self, name: str, workload: Workload) -> None:
         self._name = name
-        is_peer = name.startswith("vllm-")
+        is_peer = name.startswith(("vllm-", "over-vllm-"))
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile("w+"))
             self._process = subprocess.Popen(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.config import Execution
 from engine.engine import Engine
 from engine.llm import LLM, run_in_process
 from engine.params import SamplingParams
@@ -20,11 +21,11 @@ from tests.load.records import Acceptance
 class EngineMethod:
     """The engine's own loop, with speculation or without."""
 
-    def __init__(self, workload: Workload, arm: Arm) -> None:
+    def __init__(self, workload: Workload, arm: Arm, execution: Execution = "torch") -> None:
         torch.set_num_threads(workload.num_threads)
         self.num_speculative_tokens: int | None = arm.k
         self._num_tokens = workload.num_tokens
-        self.engine = load(workload, arm).engine
+        self.engine = load(workload, arm, execution).engine
         self._seconds = Counter[str]()
         self._time(self.engine.verifier, "verify")
         self._time(self.engine.drafter, "propose")
@@ -67,7 +68,7 @@ def acceptance(stats: SpeculationStats) -> Acceptance:
     return Acceptance(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
 
 
-def load(workload: Workload, arm: Arm) -> LLM:
+def load(workload: Workload, arm: Arm, execution: Execution = "torch") -> LLM:
     """Load the engine; it may not keep a prompt's keys and values for the next time, since transformers does not."""
     return LLM(
         workload.target,
@@ -79,6 +80,7 @@ def load(workload: Workload, arm: Arm) -> LLM:
         compile=workload.compile,
         enable_prefix_caching=False,
         max_num_seqs=workload.max_num_seqs,
+        execution=execution,
     )
 
 

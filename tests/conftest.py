@@ -25,6 +25,17 @@ AS_A_WHOLE = (
 """What one process runs, because its tests share a server, a cluster or what they compile; the longest first."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option with which `make vllm` runs tests of our own passes over vLLM."""
+    parser.addoption("--execution", choices=("torch", "vllm"), default="torch", help="what computes the target")
+
+
+@pytest.fixture(scope="session")
+def execution(request: pytest.FixtureRequest) -> str:
+    """What computes the target."""
+    return str(request.config.getoption("execution"))
+
+
 def _whole(nodeid: str) -> int:
     """The number of the entry that a test belongs to; of others, one more than there are."""
     return next((nth for nth, start in enumerate(AS_A_WHOLE) if nodeid.startswith(start)), len(AS_A_WHOLE))

@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from tests.fakes import byte_tokenizer, sharpen
 
 
-def save_llama(path: Path, *, seed: int, noise: float = 0.0, vocab_size: int = 64, positions: int = 512) -> Path:
+def save_llama(
+    path: Path, *, seed: int, noise: float = 0.0, vocab_size: int = 64, positions: int = 512, **settings: Any
+) -> Path:
     """Write a Llama whose tokens are words; with `noise`, one that nearly agrees with that of the same seed."""
     vocabulary = {f"t{i}": i for i in range(vocab_size)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="t0")))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": positions} | heads
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": positions} | heads | settings
     return _save(path, tokenizer, seed, noise, vocab_size=vocab_size, eos_token_id=1, **sizes)
 
 

@@ -84,6 +84,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, world_size: int) -> dict[str, Any]:
     """Return the keywords of vLLM's `EngineArgs` for a target; raise ConfigError for a wrong key or value of `vllm`."""
     config, k = source.config, engine.num_speculative_tokens
+    assert engine.num_blocks is not None
+    # vLLM refuses a context for which its cache has no room.
+    length = min(engine.max_model_len or source.max_model_len, source.max_model_len)
     most_tokens = max(engine.max_num_batched_tokens, engine.max_num_seqs * (1 + k))
     return {
         **_FIXED,
@@ -92,7 +95,7 @@ def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, worl
         "dtype": dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
         "quantization": QUANTIZATION[config.quantization] or config.vllm.get("quantization"),
-        "max_model_len": min(engine.max_model_len or source.max_model_len, source.max_model_len),
+        "max_model_len": min(length, engine.num_blocks * engine.block_size),
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": most_tokens,
         "block_size": engine.block_size,

@@ -1,12 +1,14 @@
 """A Ray cluster for the groups of this folder: a node for drafts and one for targets, both on this machine."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 from cluster.config import GroupConfig
+from engine.config import Execution
 from tests.e2e.groups.generation import ENGINE, Text, model_config, text_of_one_process
 from tests.models import save_llama
 
@@ -26,12 +28,14 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package")
-def config(tmp_path_factory: pytest.TempPathFactory) -> GroupConfig:
+def config(tmp_path_factory: pytest.TempPathFactory, execution: Execution) -> GroupConfig:
     folder = tmp_path_factory.mktemp("models")
+    # vLLM's kernels for CPUs take no smaller heads and blocks.
+    heads, blocks = ({"head_dim": 32}, {"block_size": 32}) if execution == "vllm" else ({}, {})
     return GroupConfig(
-        target=model_config(save_llama(folder / "target", seed=1)),
-        draft=model_config(save_llama(folder / "draft", seed=1, noise=0.02)),
-        engine=ENGINE,
+        target=replace(model_config(save_llama(folder / "target", seed=1, **heads)), execution=execution),
+        draft=model_config(save_llama(folder / "draft", seed=1, noise=0.02, **heads)),
+        engine=replace(ENGINE, **blocks),
         target_label_selector={"pool": "target"},
         draft_label_selector={"pool": "draft"},
         round_timeout_s=30,

@@ -63,7 +63,7 @@ def model_config(path: Path) -> ModelConfig:
 
 async def text_of_one_process(config: GroupConfig) -> Text:
     torch.set_num_threads(1)
-    source = open_model(config.target)
+    source = open_model(replace(config.target, execution="torch"))
     model = make_backend(load_model(source), source)
     verifier = ModelVerifier(model, ENGINE)
     generation = submit(

@@ -19,6 +19,7 @@ from cluster.config import GroupConfig, LogFormat, RunAhead
 from engine.config import BUNDLED_TARGET, PAIR_SETTINGS, ModelConfig, PairConfig, complaint, unknown_argument
 from engine.drafting.settle import Settled, check_run_ahead, settle
 from engine.errors import ConfigError
+from engine.execution.vllm.arguments import ADAPTERS
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
 BUNDLED_NAME = "paceline"
@@ -232,7 +233,7 @@ def group_config(config: AppConfig) -> GroupConfig:
 
 def pool_config(group: GroupConfig) -> GroupConfig:
     """Return the settings that a pool's draft worker reads; of the target it reads only files."""
-    target = ModelConfig(group.target.path, group.target.revision)
+    target = ModelConfig(group.target.path, group.target.revision, execution=group.target.execution)
     names = "draft engine run_ahead draft_pool draft_label_selector hang_timeout_s start_timeout_s log_format"
     return GroupConfig(target, **{name: getattr(group, name) for name in names.split()})
 
@@ -253,6 +254,14 @@ class IngressConfig:
     share_between_keys: bool
     start_timeout_s: float
     log_format: LogFormat
+
+    @property
+    def adapters(self) -> dict[str, str | None]:
+        """The LoRA adapter by each model name that clients may send; the target's own name has none."""
+        names = self.target.vllm.get(ADAPTERS, {})
+        return {self.model_name: None, **{name: name for name in names}} | {
+            f"{self.model_name}:{name}": name for name in names
+        }
 
 
 def ingress_config(config: AppConfig) -> IngressConfig:

@@ -222,6 +222,7 @@ class ModelInfo:
     start_id: int | None = None  # the token that starts a text; None where the text continues its prompt
     digest: str = ""  # differs if the model's settings, its weights or torch differ
     state_chunk: int = 0  # the chunk length of the linear layers; 0 for a model without a state
+    adapters: tuple[str, ...] = ()  # names of LoRA adapters
 
 
 class CompileProgress(NamedTuple):

@@ -137,7 +137,13 @@ class Engine:
             raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
         sequence = Sequence(
             Request(
-                request_id, tokens, len(tokens), params, salt_digest(cache_salt), input_length, predicted_token_ids
+                request_id,
+                tokens,
+                len(tokens),
+                params,
+                salt_digest(cache_salt, params.adapter),
+                input_length,
+                predicted_token_ids,
             ),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,

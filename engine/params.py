@@ -56,6 +56,8 @@ class SamplingParams:
     n: int = 1
     grammar: str | None = None
     """The text must match this grammar, made by a function of `engine.sampling.grammar`."""
+    adapter: str | None = None
+    """The LoRA adapter with which the target writes; drafts are made without it."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -135,7 +137,7 @@ def _checked(setting: Any, value: Any) -> Any:
         if are_numbers(biases, float) and all(-100 <= bias <= 100 for bias in biases):
             return {int(token_id): float(bias) for token_id, bias in value.items()}
     else:
-        allowed = "True and False" if kind is bool else "a grammar's text"
+        allowed = "True and False" if kind is bool else "texts"
         if isinstance(value, bool if kind is bool else str):
             return value
     raise RequestError(f"{name} is {value!r:.80}, allowed are {allowed}", name)

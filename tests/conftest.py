@@ -30,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--execution", choices=("torch", "vllm"), default="torch", help="what computes the target")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let vLLM warn."""
+    if config.getoption("execution") == "vllm":
+        config.addinivalue_line("filterwarnings", "ignore")
+
+
 @pytest.fixture(scope="session")
 def execution(request: pytest.FixtureRequest) -> str:
     """What computes the target."""

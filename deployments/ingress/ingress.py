@@ -122,8 +122,9 @@ class Ingress:
 
     async def _served(self, model: str | None) -> Description:
         """Wait for the models, for as long as a request may take; refuse another model's name."""
-        if model is not None and model != self.config.model_name:
-            raise UnknownModelError(f"model is {model[:100]!r}, this server has {self.config.model_name!r}", "model")
+        if model is not None and model not in self.config.adapters:
+            names = ", ".join(map(repr, self.config.adapters))
+            raise UnknownModelError(f"model is {model[:100]!r}, this server has {names}", "model")
         await asyncio.wait([self._serving], timeout=self.config.limits.request_timeout_s)
         if not self._serving.done():
             raise CapacityError("the models are still being loaded")
@@ -132,7 +133,7 @@ class Ingress:
     async def completions(self, request: CompletionRequest, arrival: Arrived) -> Response:
         """Continue a prompt."""
         limits = (await self._served(request.model)).limits
-        params = sampling_params(request, limits, max_n=self.config.limits.max_n)
+        params = self._params(request, limits, request.model)
         source = request.text_source()
         prompts, params = fit(params, request, await self._prompts(request, limits), limits)
         echoed = prompts if request.echo else []
@@ -159,8 +160,9 @@ class Ingress:
         return json_response(InputTokens(input_tokens=len(await self._encoder.encode_chat(request.to_chat(), room))))
 
     async def models(self) -> Response:
-        """List the served model."""
-        return json_response(ModelList(object="list", data=[await self._card(self.config.model_name)]))
+        """List the served model and its adapters."""
+        names = dict.fromkeys(adapter or self.config.model_name for adapter in self.config.adapters.values())
+        return json_response(ModelList(object="list", data=[await self._card(name) for name in names]))
 
     async def model(self, name: str) -> Response:
         """Describe the served model."""
@@ -169,7 +171,7 @@ class Ingress:
     async def _card(self, name: str) -> ModelCard:
         served = await self._served(name)
         return ModelCard(
-            id=self.config.model_name,
+            id=self.config.adapters[name] or self.config.model_name,
             object="model",
             created=self._started,
             owned_by="paceline",
@@ -220,6 +222,12 @@ class Ingress:
         """Return this replica's metrics, for the Ingress that answers `/metrics`."""
         return self._routers.collect_here()
 
+    def _params(
+        self, request: CompletionRequest | ChatCompletionRequest, limits: ModelLimits, model: str | None
+    ) -> SamplingParams:
+        params = sampling_params(request, limits, max_n=self.config.limits.max_n)
+        return replace(params, adapter=self.config.adapters.get(model or ""))
+
     async def _prompts(self, request: CompletionRequest, model: ModelLimits) -> list[list[int]]:
         prompt = request.prompt
         entries: Any = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
@@ -239,7 +247,7 @@ class Ingress:
         limits = (await self._served(request.model)).limits
         try:
             chat = request if isinstance(request, ChatCompletionRequest) else request.to_chat()
-            params = sampling_params(chat, limits, max_n=self.config.limits.max_n)
+            params = self._params(chat, limits, request.model)
             form = self._encoder.form
             source = chat.grammar_source(form.tool_form if form else None)
             prompts = [await self._encoder.encode_chat(chat, limits.max_model_len)]
@@ -260,7 +268,7 @@ class Ingress:
     ) -> Reply:
         return Reply(
             id=prefix + secrets.token_hex(16),
-            model=self.config.model_name,
+            model=self.config.adapters.get(request.model or "") or self.config.model_name,
             fingerprint=self._fingerprint,
             prompts=prompts,
             token_bytes=self._encoder.token_bytes,

@@ -19,12 +19,16 @@ def block_table(blocks: Iterable[int] = ()) -> BlockTable:
     return blocks if isinstance(blocks, array) else array("q", blocks)
 
 
-def salt_digest(cache_salt: str | None) -> bytes:
+def salt_digest(cache_salt: str | None, adapter: str | None = None) -> bytes:
     """Return the parent digest of the first block of requests with this salt; None counts as an empty salt.
 
-    It is hashed twice: the outer input then has 32 bytes and a block's input more, so no salt gives a block's digest.
+    Adapters compute different keys and values. All is hashed twice: the outer input then has 32 bytes and a block's
+    input more, so no salt gives a block's digest.
     """
-    return hashlib.sha256(hashlib.sha256((cache_salt or "").encode()).digest()).digest()
+    inner = hashlib.sha256((cache_salt or "").encode()).digest()
+    if adapter is not None:
+        inner = hashlib.sha256(hashlib.sha256(inner + adapter.encode()).digest() + inner).digest()
+    return hashlib.sha256(inner).digest()
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:

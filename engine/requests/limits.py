@@ -21,6 +21,7 @@ class RequestLimits:
         self._usable = (num_blocks - 1) * config.block_size - num_start_ids
         self._refused = refused_fields(target)
         self._vocab_size = target.vocab_size
+        self._adapters = target.adapters
         self._prompt_limits = [
             (self.max_model_len - 1, f"the context of {self.max_model_len} must also hold one output token"),
             (self._usable - 1, f"the KV cache holds {self._usable}"),
@@ -45,6 +46,8 @@ class RequestLimits:
         for field, reason in self._refused.items():
             if getattr(params, field, None) is not None:
                 raise RequestError(reason, field)
+        if params.adapter is not None and params.adapter not in self._adapters:
+            raise RequestError(f"adapter is {params.adapter!r}, the target has {[*self._adapters]}", "adapter")
         room = min(self.max_model_len, self._usable) - length
         if params.min_tokens > room:
             raise RequestError(f"min_tokens is {params.min_tokens}; the context has room for {room}", "min_tokens")

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig, ModelConfig, unknown_argument
@@ -14,6 +15,8 @@ TESTED = "0.32"
 """The release of vLLM with which the tests ran; its internals change between releases."""
 INVARIANT = "invariant"
 """The key of the `vllm` setting that makes vLLM round alike in every batch."""
+ADAPTERS = "lora_modules"
+"""The key of the `vllm` setting that names the directories of LoRA adapters."""
 QUANTIZATION = {"none": None, "int8": "int8_per_channel_weight_only", "fp8": "fp8_per_channel", "int4": None}
 _OURS: Mapping[str, str] = {
     "model": "target_model",
@@ -73,7 +76,13 @@ def check_version() -> str:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the `vllm` setting names what our settings decide."""
+    """Raise ConfigError if the `vllm` setting names what our settings decide, or an adapter that is not there."""
+    adapters = given.get(ADAPTERS, {})
+    if not isinstance(adapters, dict) or not all(isinstance(path, str) for path in adapters.values()):
+        raise ConfigError(f'vllm: {ADAPTERS} is {adapters!r}; it must be as {{"name": "directory"}}')
+    for name, path in adapters.items():
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise ConfigError(f"vllm: {ADAPTERS}: {name} is {path}, which has no adapter_config.json")
     for name in given:
         if name in _OURS:
             raise ConfigError(f"vllm has the key {name!r}; that is the setting {_OURS[name]}")
@@ -84,13 +93,16 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, world_size: int) -> dict[str, Any]:
     """Return the keywords of vLLM's `EngineArgs` for a target; raise ConfigError for a wrong key or value of `vllm`."""
     config, k = source.config, engine.num_speculative_tokens
+    adapters = config.vllm.get(ADAPTERS, {})
     assert engine.num_blocks is not None
     # vLLM refuses a context for which its cache has no room.
     length = min(engine.max_model_len or source.max_model_len, source.max_model_len)
     most_tokens = max(engine.max_num_batched_tokens, engine.max_num_seqs * (1 + k))
     return {
         **_FIXED,
-        **_parsed({name: value for name, value in config.vllm.items() if name != INVARIANT}),
+        # One slot stays empty: on CPUs, vLLM computes rows without an adapter with the last slot.
+        **({"enable_lora": True, "max_loras": len(adapters) + 1} if adapters else {}),
+        **_parsed({name: value for name, value in config.vllm.items() if name not in (INVARIANT, ADAPTERS)}),
         "model": str(source.directory),
         "dtype": dtype,
         "kv_cache_dtype": config.kv_cache_dtype,

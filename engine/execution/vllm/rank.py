@@ -1,13 +1,14 @@
 """Rank: vLLM's worker of one rank of the target, in this process."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -27,7 +28,12 @@ class RankExecutor(UniProcExecutor):
         return self.place or super()._distributed_args()
 
 
-def start(arguments: Mapping[str, Any], num_blocks: int, place: tuple[str, int, int] | None = None) -> Runner:
+def start(
+    arguments: Mapping[str, Any],
+    num_blocks: int,
+    adapters: Sequence[LoRARequest] = (),
+    place: tuple[str, int, int] | None = None,
+) -> Runner:
     """Load a rank and its KV cache, as vLLM's `EngineCore._initialize_kv_caches` does, and return its runner.
 
     Args:
@@ -63,6 +69,9 @@ def start(arguments: Mapping[str, Any], num_blocks: int, place: tuple[str, int, 
     config.cache_config.num_gpu_blocks = cache.num_blocks
     executor.initialize_from_config([cache])
     executor.compile_or_warm_up_model()
+    for adapter in adapters:  # now, because a broken adapter would end a round
+        with _named(adapter.lora_path):
+            executor.add_lora(adapter)
     if place is not None:
         _forget_names(place[0], place[1])
     return Runner(executor.driver_worker.worker.model_runner)

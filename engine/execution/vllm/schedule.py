@@ -5,10 +5,12 @@ does not know, or whose blocks are others than it knows (after a preemption), is
 request's drafts are overwritten by its next round, which says where it starts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from engine.protocols import Request, VerifyRow
@@ -37,7 +39,8 @@ class Round:
 class Schedule:
     """Remembers what a rank's runner knows of each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapters: Mapping[str, LoRARequest] = MappingProxyType({})) -> None:
+        self._adapters = adapters
         self._known: dict[str, _Known] = {}
         self._ended: set[str] = set()
 
@@ -59,7 +62,7 @@ class Schedule:
                 known = None
             if known is None:
                 self._known[request.request_id] = _Known(block_ids, len(request.token_ids), len(request.token_ids))
-                new.append(_announced(request, block_ids, row.start))
+                new.append(self._announced(request, block_ids, row.start))
                 continue
             added[request.request_id] = request.token_ids[known.num_tokens :]
             new_ids = block_ids[len(known.block_ids) :]
@@ -84,20 +87,20 @@ class Schedule:
         )
         return Round(output, added)
 
+    def _announced(self, request: Request, block_ids: list[int], start: int) -> NewRequestData:
+        adapter = request.params.adapter
+        return NewRequestData(
+            req_id=request.request_id,
+            prompt_token_ids=list(request.token_ids),
+            mm_features=[],
+            sampling_params=_UNUSED,
+            pooling_params=None,
+            block_ids=(list(block_ids),),
+            num_computed_tokens=start,
+            lora_request=None if adapter is None else self._adapters[adapter],
+        )
+
 
 def _extends(request: Request, block_ids: list[int], known: _Known) -> bool:
     """Return whether a request has all the blocks and tokens that the runner knows, and perhaps more."""
     return len(request.token_ids) >= known.num_tokens and block_ids[: len(known.block_ids)] == known.block_ids
-
-
-def _announced(request: Request, block_ids: list[int], start: int) -> NewRequestData:
-    return NewRequestData(
-        req_id=request.request_id,
-        prompt_token_ids=list(request.token_ids),
-        mm_features=[],
-        sampling_params=_UNUSED,
-        pooling_params=None,
-        block_ids=(list(block_ids),),
-        num_computed_tokens=start,
-        lora_request=None,
-    )

@@ -3,13 +3,15 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from vllm.lora.request import LoRARequest
 
 from engine.config import CompileProgress, EngineConfig
 from engine.execution.reduce import World
-from engine.execution.vllm.arguments import engine_arguments
+from engine.execution.vllm.arguments import ADAPTERS, engine_arguments
 from engine.execution.vllm.rank import start
 from engine.execution.vllm.schedule import Schedule
 from engine.models.loader import describe, resolve_device, resolve_dtype
@@ -34,10 +36,12 @@ class VllmVerifier:
         self.num_blocks = engine.num_blocks + 1
         place = None if world is None else (f"tcp://{world.host}:{world.port}", world.rank, world.device.index or 0)
         arguments = engine_arguments(source, engine, str(dtype).removeprefix("torch."), world.size if world else 1)
-        self._runner = start(arguments, self.num_blocks, place)
-        self._schedule = Schedule()
+        paths = source.config.vllm.get(ADAPTERS, {})
+        adapters = {name: LoRARequest(name, nth, path) for nth, (name, path) in enumerate(paths.items(), start=1)}
+        self._runner = start(arguments, self.num_blocks, [*adapters.values()], place)
+        self._schedule = Schedule(adapters)
         num_parameters = sum(torch.Size(shape).numel() for shape in source.weight_shapes.values())
-        self.info = describe(source, dtype, device, num_parameters)
+        self.info = replace(describe(source, dtype, device, num_parameters), adapters=tuple(adapters))
         self._decider = Decider(rule_of(engine.verification), self.info.eos_token_ids, grammars)
         message = "%s: loaded by vLLM on %s in %.1f s; %d KV blocks of %d tokens"
         logger.info(message, source.path, device, time.monotonic() - started, engine.num_blocks, engine.block_size)

@@ -41,8 +41,6 @@ class Runner:
         """
         runner = self._runner
         runner.execute_model(output)
-        if not output.total_num_scheduled_tokens:
-            return torch.empty(0)
         state, runner.execute_model_state = runner.execute_model_state, None
         self._hidden = state.hidden_states
         drafts, first, rows = output.scheduled_spec_decode_tokens, 0, dict[str, range]()

@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from engine.blocks.block_pool import BlockTable, block_table
 from engine.protocols import Request, VerifyRow
 
 _UNUSED = SamplingParams(temperature=0.0)
@@ -23,7 +24,7 @@ _UNUSED = SamplingParams(temperature=0.0)
 class _Known:
     """What the runner knows of a request: its blocks, its tokens, and how many it had when it was announced."""
 
-    block_ids: list[int]
+    block_ids: BlockTable
     num_announced: int
     num_tokens: int
 
@@ -55,23 +56,24 @@ class Schedule:
         cached = CachedRequestData.make_empty()
         added: dict[str, list[int]] = {}
         for row in rows:
-            request, block_ids = row.request, list(row.block_ids)
+            request, block_ids = row.request, block_table(row.block_ids)
             known = self._known.get(request.request_id)
             if known is not None and not _extends(request, block_ids, known):
                 self.release(request.request_id)
                 known = None
             if known is None:
-                self._known[request.request_id] = _Known(block_ids, len(request.token_ids), len(request.token_ids))
+                self._known[request.request_id] = _Known(block_ids[:], len(request.token_ids), len(request.token_ids))
                 new.append(self._announced(request, block_ids, row.start))
                 continue
             added[request.request_id] = request.token_ids[known.num_tokens :]
-            new_ids = block_ids[len(known.block_ids) :]
+            new_ids = block_ids[len(known.block_ids) :].tolist()
             cached.req_ids.append(request.request_id)
             cached.new_token_ids.append([])
             cached.new_block_ids.append((new_ids,) if new_ids else None)
             cached.num_computed_tokens.append(row.start)
             cached.num_output_tokens.append(len(request.token_ids) - known.num_announced)
-            known.block_ids, known.num_tokens = block_ids, len(request.token_ids)
+            known.block_ids.extend(new_ids)
+            known.num_tokens = len(request.token_ids)
         drafts = {row.request.request_id: row.draft.token_ids for row in rows if row.draft.token_ids}
         lengths = {row.request.request_id: row.length + len(row.draft.token_ids) for row in rows}
         ended, self._ended = self._ended, set()
@@ -87,7 +89,7 @@ class Schedule:
         )
         return Round(output, added)
 
-    def _announced(self, request: Request, block_ids: list[int], start: int) -> NewRequestData:
+    def _announced(self, request: Request, block_ids: BlockTable, start: int) -> NewRequestData:
         adapter = request.params.adapter
         return NewRequestData(
             req_id=request.request_id,
@@ -95,12 +97,12 @@ class Schedule:
             mm_features=[],
             sampling_params=_UNUSED,
             pooling_params=None,
-            block_ids=(list(block_ids),),
+            block_ids=(block_ids.tolist(),),
             num_computed_tokens=start,
             lora_request=None if adapter is None else self._adapters[adapter],
         )
 
 
-def _extends(request: Request, block_ids: list[int], known: _Known) -> bool:
+def _extends(request: Request, block_ids: BlockTable, known: _Known) -> bool:
     """Return whether a request has all the blocks and tokens that the runner knows, and perhaps more."""
     return len(request.token_ids) >= known.num_tokens and block_ids[: len(known.block_ids)] == known.block_ids

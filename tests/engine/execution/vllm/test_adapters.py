@@ -64,7 +64,7 @@ def test_an_adapter_writes_as_the_merged_target_beside_the_target_itself(tmp_pat
     llm = LLM(target, "none", vllm={"lora_modules": {"sql": adapter}, "max_lora_rank": 8}, **settings)
     assert texts(llm, None, "sql") == [*plain[0], *plain[1]]
     assert texts(llm, "sql", None) == [*plain[1], *plain[0]], "cached prefixes are not shared"
-    with pytest.raises(RequestError, match="adapter is 'other', the target has \\['sql'\\]"):
+    with pytest.raises(RequestError, match=r"adapter is 'other', the target has \['sql'\]"):
         texts(llm, "other")
-    with pytest.raises(ConfigError, match="lora_modules: sql is /nowhere, which has no adapter_config.json"):
+    with pytest.raises(ConfigError, match="lora_modules: sql is /nowhere, which has no"):
         LLM(target, "none", vllm={"lora_modules": {"sql": "/nowhere"}}, **settings)

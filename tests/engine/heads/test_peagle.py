@@ -7,9 +7,9 @@ from engine.config import EngineConfig
 from engine.drafting.in_target.block_drafter import BlockDrafter
 from engine.execution.batch import ForwardRow, build
 from engine.heads.head import head_model
-from tests.engine.heads.test_dflash import computed, tapped, text_of, verify_row
+from tests.engine.heads.test_dflash import computed, text_of
 from tests.engine.heads.test_eagle3 import dense_logits
-from tests.engine.heads.tiny_heads import VOCAB, backend_with_head, head_config
+from tests.engine.heads.tiny_heads import VOCAB, backend_with_head, head_config, tapped, verify_row
 
 MASK = 60
 VARIANTS = {

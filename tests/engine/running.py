@@ -74,21 +74,16 @@ def step(engine):
     return run_in_process(engine.step())
 
 
-def run_outputs(engine, requests, *, between=None, late=()):
+def run_outputs(engine, requests, *, between=None):
     """Generate everything and return every round's outputs per request.
 
     Args:
         between: called with the engine and the round after each one.
-        late: requests that arrive one a round.
     """
     for i, (prompt, params) in enumerate(requests):
         engine.add(str(i), prompt, params)
-    waiting = list(enumerate(late, start=len(requests)))
-    outputs = {str(i): [] for i in range(len(requests) + len(waiting))}
+    outputs = {str(i): [] for i in range(len(requests))}
     for rounds in itertools.count():
-        if waiting:
-            i, (prompt, params) = waiting.pop(0)
-            engine.add(str(i), prompt, params)
         if not engine.has_work:
             break
         for output in step(engine):

@@ -51,29 +51,11 @@ def letters_law(model, prompt):
     return law
 
 
-class Unconstrained:
-    """Drafts as if there were no grammar: forbidden tokens, and rows below them."""
-
-    def __init__(self, drafter):
-        self._drafter = drafter
-
-    async def propose(self, rows):
-        return await self._drafter.propose([replace(row, request=self._free(row.request)) for row in rows])
-
-    @staticmethod
-    def _free(request):
-        return replace(request, params=replace(request.params, grammar=None))
-
-    def release(self, request_id):
-        self._drafter.release(request_id)
-
-
 WEIGHTS = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(4)).softmax(-1)
 TARGET, UNLIKE = (ContextModel(laws, eos_token_ids=[4]) for laws in WEIGHTS)
 CHAINS, TREES, COPIES = METHODS["model"].rules, METHODS["tree"].rules, METHODS["suffix"].rules
 DRAFTERS = {
     "unlike": (CHAINS, lambda config, grammars: ModelDrafter(DraftModel(UNLIKE, grammars=grammars), config)),
-    "without the grammar": (CHAINS, lambda config, _: Unconstrained(ModelDrafter(DraftModel(TARGET), config))),
     "mixed": (
         CHAINS,
         lambda config, grammars: CuttingDrafter(ModelDrafter(DraftModel(TARGET, grammars=grammars), config)),

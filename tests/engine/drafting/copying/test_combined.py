@@ -26,14 +26,10 @@ class CountingDrafter(ConstantDrafter):
     def __init__(self):
         super().__init__(5)
         self.calls = []
-        self.released = []
 
     async def propose(self, rows):
         self.calls.append([row.num_draft_tokens for row in rows])
         return await super().propose(rows)
-
-    def release(self, request_id):
-        self.released.append(request_id)
 
 
 def row(name, prompt, output=(), count=8):
@@ -83,15 +79,6 @@ def test_a_copy_is_cut_to_what_the_round_has_room_for():
     wide = row("a", TOKENS, TOKENS[:40])
     drafter.plan_copies([wide], {"a": sum(GAINS[:2])})
     assert run_in_process(drafter.propose([ProposeRow(wide.request, 3)])) == [chain(TOKENS[40:43])]
-
-
-def test_a_model_that_is_always_wrong_is_replaced_by_shorter_matches():
-    drafter, model = make()
-    short = [1, 2, 3, 4, 1, 2]
-    assert propose(drafter, [row("before", short)])[0] == {}
-    drafter.release("before")
-    assert model.released == ["before"]
-    assert propose(drafter, [row("after", short)], gains=[0.01, 0.0])[0] == {"after": 1}
 
 
 def test_the_engine_copies_at_full_length_while_no_chain_pays():

@@ -43,12 +43,12 @@ def check_tree(draft, text, params, verification="coupled"):
 
 DRAFTERS = {"chains": RunAheadDrafter, "trees": RunAheadTreeDrafter}
 CHECKS = {"chains": check_chain, "trees": check_tree}
-of_both_kinds = pytest.mark.parametrize("kind", DRAFTERS)
+of_both_shapes = pytest.mark.parametrize("shape", DRAFTERS)
 
 
-def make(kind, model=MODEL, clock=lambda: 0.0, **settings: Any):
+def make(shape, model=MODEL, clock=lambda: 0.0, **settings: Any):
     """A drafter for which the clock stands still: no measured time says that a draft is not worth waiting for."""
-    return DRAFTERS[kind](DraftModel(model), config(**settings), clock=clock)
+    return DRAFTERS[shape](DraftModel(model), config(**settings), clock=clock)
 
 
 def committed(text, draft, params):
@@ -72,21 +72,24 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "params", "verification", "num_blocks"), CASES)
-def test_drafts_are_right_whatever_was_prepared_or_interrupted(kind, params, verification, num_blocks):
+@pytest.mark.parametrize(("shape", "params", "verification", "num_blocks"), CASES)
+def test_drafts_are_right_whatever_was_prepared_or_interrupted(shape, params, verification, num_blocks):
     """As in a worker, committed tokens are appended to the rows' lists, and requests may end or be forgotten."""
     chance, params = random.Random(num_blocks), PARAMS[params]
-    drafter = make(kind, num_blocks=num_blocks, verification=verification, num_speculative_tokens=8)
+    drafter = make(shape, num_blocks=num_blocks, verification=verification, num_speculative_tokens=8)
     texts = {str(i): [chance.randrange(2, VOCAB) for _ in range(chance.randrange(3, 40))] for i in range(6)}
     num_drafted = 0
     for _ in range(50):
         names = [name for name in texts if chance.random() < 0.8]
         rows = [row(texts[name], chance.choice([0, 1, 3, 8, 8]), name=name, params=params) for name in names]
-        shared = [replace(one, request=replace(one.request, token_ids=texts[one.request.request_id])) for one in rows]
+        shared = [
+            replace(proposal, request=replace(proposal.request, token_ids=texts[name]))
+            for name, proposal in zip(names, rows, strict=True)
+        ]
         drafts = propose(drafter, *shared)
         for proposal, draft in zip(rows, drafts, strict=True):
             assert len(draft.token_ids) <= proposal.num_draft_tokens
-            CHECKS[kind](draft, proposal.request.token_ids, params, verification)
+            CHECKS[shape](draft, proposal.request.token_ids, params, verification)
             num_drafted += bool(draft.token_ids)
         for count in (chance.choice([0, 1, 3, 5, 100]), chance.choice([0, 0, 2])):
             if chance.random() < 0.1:
@@ -110,12 +113,12 @@ def test_drafts_are_right_whatever_was_prepared_or_interrupted(kind, params, ver
     assert len(drafter.cache.free_blocks) == num_blocks
 
 
-@of_both_kinds
+@of_both_shapes
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 100])
-def test_a_device_that_computes_while_the_host_goes_on_drafts_the_same(kind, num_steps):
+def test_a_device_that_computes_while_the_host_goes_on_drafts_the_same(shape, num_steps):
     """Requests come before, in and after passes that are under way, of which there is one at most."""
     chance, model, params = random.Random(num_steps), LateModel(MODEL), SamplingParams(temperature=1.0, seed=5)
-    drafter, text = make(kind, model), [5, 9, 4]
+    drafter, text = make(shape, model), [5, 9, 4]
     propose(drafter, row(text, 0, params=params))
     for turn in range(12):
         model.num_under_way = 0
@@ -123,16 +126,16 @@ def test_a_device_that_computes_while_the_host_goes_on_drafts_the_same(kind, num
             run_ahead(drafter)
         assert model.num_under_way <= 1
         (draft,) = propose(drafter, row(text, K, params=params))
-        CHECKS[kind](draft, text, params)
+        CHECKS[shape](draft, text, params)
         assert len(draft.token_ids) == K
         text += committed(text, draft, params) if turn % 4 else [chance.randrange(2, VOCAB)]
     assert drafter.stats.hits > (0 if num_steps > 3 else -1)
 
 
-@of_both_kinds
-def test_a_verdict_that_was_foreseen_costs_no_pass(kind):
+@of_both_shapes
+def test_a_verdict_that_was_foreseen_costs_no_pass(shape):
     model = Counting(MODEL)
-    drafter, text = make(kind, model), [5, 9, 4]
+    drafter, text = make(shape, model), [5, 9, 4]
     for _ in range(2):  # as in a round that computes the prompt
         (draft,) = propose(drafter, row(text, 0))
     for _ in range(8):
@@ -142,16 +145,16 @@ def test_a_verdict_that_was_foreseen_costs_no_pass(kind):
         (draft,) = propose(drafter, row(text))
         assert model.passes == []
         assert len(draft.token_ids) == K
-        CHECKS[kind](draft, text, GREEDY)
+        CHECKS[shape](draft, text, GREEDY)
     assert (drafter.stats.hits, drafter.stats.misses, drafter.stats.num_wasted) == (8, {}, 0)
 
 
-@of_both_kinds
+@of_both_shapes
 @pytest.mark.parametrize("is_advanced", [True, False])
-def test_rows_that_hit_do_not_wait_for_one_that_misses(kind, is_advanced, monkeypatch):
+def test_rows_that_hit_do_not_wait_for_one_that_misses(shape, is_advanced, monkeypatch):
     """The answer comes before any pass and before entries are moved; the next drafts are right, whenever they come."""
     model = Counting(MODEL)
-    drafter = make(kind, model)
+    drafter = make(shape, model)
     texts = {name: [first, 9, 4] for first, name in enumerate("abcdefgh", 10)}
 
     def rows():
@@ -178,13 +181,13 @@ def test_rows_that_hit_do_not_wait_for_one_that_misses(kind, is_advanced, monkey
         drafts = propose(drafter, *rows())
         for name, draft in zip(texts, drafts, strict=True):
             assert len(draft.token_ids) == K
-            CHECKS[kind](draft, texts[name], GREEDY)
+            CHECKS[shape](draft, texts[name], GREEDY)
 
 
-@of_both_kinds
-def test_a_failure_ahead_costs_only_what_was_prepared(kind):
+@of_both_shapes
+def test_a_failure_ahead_costs_only_what_was_prepared(shape):
     model = Failing(MODEL)
-    drafter, text = make(kind, model), [5, 9, 4]
+    drafter, text = make(shape, model), [5, 9, 4]
     (draft,) = propose(drafter, row(text))
     model.num_left = 1
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -193,17 +196,17 @@ def test_a_failure_ahead_costs_only_what_was_prepared(kind):
     for _ in range(3):
         text += committed(text, draft, GREEDY)
         (draft,) = propose(drafter, row(text))
-        CHECKS[kind](draft, text, GREEDY)
+        CHECKS[shape](draft, text, GREEDY)
         assert len(draft.token_ids) == K
         finish(drafter)
     assert drafter.stats.misses["stale"] == 2
 
 
-@of_both_kinds
-def test_rounds_are_measured_only_where_a_verdict_came(kind):
+@of_both_shapes
+def test_rounds_are_measured_only_where_a_verdict_came(shape):
     """A request whose prompt is still being computed comes again without a verdict."""
     now = [100.0]
-    drafter = make(kind, clock=lambda: now[0])
+    drafter = make(shape, clock=lambda: now[0])
     shared = row([5, 9, 4], 0)
     for tokens, gap in ([], None), ([], None), ([7], pytest.approx(0.2)):
         shared.request.token_ids.extend(tokens)

@@ -33,13 +33,13 @@ def test_drafts_are_those_of_a_drafter_alone(params, max_rows):
     texts = [[chance.randrange(2, VOCAB) for _ in range(length)] for length in (3, 30, 11)]
     for _ in range(40):
         for number in chance.sample(range(3), chance.randrange(1, 4)):
-            text, own = texts[number], params if number else GREEDY
+            text, group_params = texts[number], params if number else GREEDY
             settle(drafters)
-            (draft,) = propose(drafters[number], row(text, K, name=str(number), params=own))
-            check_chain(draft, text, own)
+            (draft,) = propose(drafters[number], row(text, K, name=str(number), params=group_params))
+            check_chain(draft, text, group_params)
             length, is_foreseen = len(draft.token_ids), chance.random() < 0.7
             text += (
-                committed(text, draft, own)
+                committed(text, draft, group_params)
                 if is_foreseen
                 else [*draft.token_ids[: chance.randrange(length + 1)], chance.randrange(2, VOCAB)]
             )

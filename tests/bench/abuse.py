@@ -22,7 +22,6 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.contestants.processes import cpu_seconds
 from tests.bench.contestants.with_serve import Server
 from tests.bench.workload import Workload
 from tests.load.client import data_of_events
@@ -30,7 +29,7 @@ from tests.load.client import data_of_events
 NUM_ABUSERS = 16
 QUIET_S = 4.0
 EACH_S = 12.0
-LAST_ANSWERS_S = 3.0
+LAST_ANSWERS_S = 1.0
 """How long the abusers wait for their last answers; the largest valid bodies keep two cores busy for minutes."""
 PROBE_PAUSE_S = 0.1
 MAX_EXTRA_GAP_S = 0.25
@@ -147,8 +146,6 @@ class Outcome:
     longest_answer_s: float
     quiet: Notice
     notice: Notice
-    cores: dict[str, float] = field(default_factory=dict)
-    """How many cores each process of the server was on."""
 
     def failures(self, statuses: Iterable[int]) -> list[str]:
         """Return what the other client should not have noticed."""
@@ -164,29 +161,18 @@ class Outcome:
         return problems
 
 
-def outcomes(url: str, names: list[str], each_s: float, pid: int | None = None) -> Iterator[Outcome]:
-    """Abuse a server in each of these ways for some seconds, and yield what came of it.
-
-    Args:
-        pid: the process whose descendants serve, to see which of them work.
-    """
+def outcomes(url: str, names: list[str], each_s: float) -> Iterator[Outcome]:
+    """Abuse a server in each of these ways for some seconds, and yield what came of it."""
     quiet = Notice()
     asyncio.run(quiet.watch(url, QUIET_S))
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         pool.submit(len, ()).result()  # it has started
         for name in names:
-            before, started = _cpu_seconds(pid), time.perf_counter()
             abusers = pool.submit(_abuse, url, name, each_s)
             notice = Notice()
             asyncio.run(notice.watch(url, each_s))
-            after, took_s = _cpu_seconds(pid), time.perf_counter() - started
-            cores = {process: (after[process] - before[process]) / took_s for process in before}
             answers, longest_s = abusers.result()
-            yield Outcome(name, answers, longest_s, quiet, notice, cores)
-
-
-def _cpu_seconds(pid: int | None) -> dict[str, float]:
-    return {} if pid is None else cpu_seconds(pid)
+            yield Outcome(name, answers, longest_s, quiet, notice)
 
 
 def _abuse(url: str, name: str, duration_s: float) -> tuple[Counter[int], float]:
@@ -226,14 +212,12 @@ async def _send_all(url: str, abuse: Abuse, duration_s: float) -> tuple[Counter[
 def abuse(workload: Workload, console: Console) -> list[str]:
     server = Server(workload, {})
     try:
-        rows = list(outcomes(server.url, list(ABUSES), EACH_S, server.pid))
+        rows = list(outcomes(server.url, list(ABUSES), EACH_S))
     finally:
         server.stop()
     table = Table(title=f"{NUM_ABUSERS} at once for {EACH_S:g} s each; seconds")
     for column in ("body", "answers", "longest answer", "longest gap", "/live", "core"):
         table.add_column(column)
-    processes = [name for name in rows[0].cores if name != "draft"]
-    table.add_column(f"cores: {', '.join(processes)}")
     for row in rows:
         answers = ", ".join(f"{number} x {status or 'left'}" for status, number in sorted(row.answers.items()))
         gap_s, live_s = max(row.notice.gaps_s), max(row.notice.live_s)
@@ -242,7 +226,6 @@ def abuse(workload: Workload, console: Console) -> list[str]:
             f"{gap_s:.3f}",
             f"{live_s:.3f}",
             f"{row.notice.late_s:.3f}",
-            " ".join(f"{row.cores[process]:.2f}" for process in processes),
         )
         table.add_row(row.name, answers, *figures)
     quiet = rows[0].quiet

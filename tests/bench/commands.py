@@ -15,15 +15,15 @@ that thread pools and allocators do not disturb each other, and each cell is war
 exist at the same time and take the batches of a cell in turn, in an order that changes, while the others sleep: a
 machine's speed drifts by half over minutes, and so it drifts for all of them alike. A ratio is the median, over turns,
 of the two methods' speeds in the same turn. No method may keep the keys and values of an earlier prompt. transformers
-runs at its best ordinary setting (sdpa attention; assisted generation both with its own draft length and with ours, the
-faster one counts). A served stream is timed by its client.
+runs at its best ordinary setting (sdpa attention; assisted generation both with its own draft length and with ours,
+`-k`). A served stream is timed by its client.
 """
 
 import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -34,19 +34,18 @@ from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting,
 from engine.errors import PacelineError
 from tests.bench.abuse import abuse
 from tests.bench.compare import CELLS, compile_models, show, write
-from tests.bench.methods.comparison import Selection, methods
+from tests.bench.methods.comparison import methods
 from tests.bench.paced.comparison import paced
 from tests.bench.paced.roofline import PacedDevice
 from tests.bench.paced.virtual.commands import PAIRS, PARTS, twin
-from tests.bench.paced.virtual.measures import HIDDEN_ARMS
-from tests.bench.plan import accepted_of, plan, read_prices
+from tests.bench.plan import accepted_of, choices, read_prices, show_plan
 from tests.bench.turns import collect
 from tests.bench.workload import Arm, Cell, Workload, read_prompts
 
 METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none", "mtp", "head_worker"))
 """Those of one process, on the bundled models."""
 RULES = get_args(Verification)
-NAMES = ("transformers", "transformers-assisted")
+NAMES = ("transformers", "transformers-assisted", "transformers-assisted-k")
 NAMES += ("engine-plain", "engine-speculative", "serve-plain", "serve-speculative")
 PEERS = ("vllm-plain", "vllm-speculative", "vllm-probabilistic")
 """In the environment that `make bench-peers` makes."""
@@ -101,12 +100,12 @@ def parse(arguments: list[str]) -> Namespace:
         command.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
         command.add_argument("--num-tokens", type=int, default=num_tokens, help="new tokens per prompt")
         command.add_argument("--turns", type=int, help="batches of each cell")
-        command.add_argument("--json", type=Path, help="where the rows go")
         return command
 
     compare = add("compare", _compare)
     compare.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="these methods")
     compare.add_argument("--peers", action="store_true", help="vLLM, too (`make bench-peers`)")
+    compare.add_argument("--json", type=Path, help="where the rows go")
     add("abuse", _abuse)
     arms_help = "plain, speculative, adaptive, fixed-K; with -run-ahead behind it, or run-ahead alone"
     paced = add("paced", _paced, num_tokens=256)
@@ -119,14 +118,10 @@ def parse(arguments: list[str]) -> Namespace:
     virtual.add_argument("parts", nargs="+", choices=tuple(PARTS), help="what is measured")
     virtual.add_argument("--pairs", nargs="+", default=PAIRS, help="devices and models")
     virtual.add_argument("--rows", type=_integers, default=(1, 8, 32, 64, 256), help="requests of a group")
-    virtual.add_argument("--arms", nargs="+", default=HIDDEN_ARMS, help="of `hidden`; see `paced.group.Arm`")
-    virtual.add_argument("--temperature", type=float, default=0.7)
     virtual.add_argument("--groups", type=_integers, default=(1, 2, 4, 6, 8), help="of `pool`: those of one draft GPU")
-    virtual.add_argument("--pool-arm", default="run-ahead", help="of `pool`")
     virtual.add_argument("--seeds", type=int, default=3, help="repetitions with other prompts and noise")
     virtual.add_argument("--warm", type=int, default=64, help="tokens of each request before the time is taken")
     virtual.add_argument("--num-tokens", type=int, default=64, help="timed tokens of each request, on average")
-    virtual.add_argument("--json", type=Path, help="where the rows go")
     planned = commands.add_parser("plan", formatter_class=ArgumentDefaultsHelpFormatter)
     planned.set_defaults(run=_plan)
     planned.add_argument("--target", default="h100x4-70b", help="devices and model, as %(default)s")
@@ -139,7 +134,6 @@ def parse(arguments: list[str]) -> Namespace:
     planned.add_argument("--batch-sizes", type=_integers, default=(1, 8, 32, 64, 256), help="requests of a group")
     planned.add_argument("--pools", type=_integers, default=(1, 2, 4, 8), help="groups of one draft GPU")
     planned.add_argument("--tokens-per-s", type=float, help="of all replicas: how many are needed?")
-    planned.add_argument("--json", type=Path, help="where the rows go")
     methods = add("methods", _methods, num_tokens=48)
     methods.add_argument("--head", type=Path, default=BUNDLED_HEAD, help="a trained head of the target")
     methods.add_argument("--large", action="store_true", help="on the large target")
@@ -169,8 +163,7 @@ def _methods(options: Namespace, workload: Workload, console: Console) -> list[s
     if any(method.startswith("head") for method in options.methods):
         workload = replace(workload, head=str(options.head))
     compile_models(workload, console)
-    selection = Selection(**{field.name: getattr(options, field.name) for field in fields(Selection)})
-    methods(workload, selection, console, json=options.json)
+    methods(options, workload, console)
     return []
 
 
@@ -179,14 +172,14 @@ def _paced(options: Namespace, workload: Workload, console: Console) -> list[str
         _ = Arm.of(arm, workload.num_speculative_tokens).settings
     cells = [Cell(size, heat) for size in options.streams for heat in options.temperatures]
     workload = replace(workload, device="cpu", cells=cells)
-    return paced(workload, options.pair, options.arms, console, json=options.json)
+    return paced(workload, options.pair, options.arms, console)
 
 
 def _plan(options: Namespace, console: Console) -> list[str]:
     accepted, prices = accepted_of(options.acceptance, options.temperature), read_prices(options.prices)
     target, drafts = PacedDevice.of(options.target), list(map(PacedDevice.of, options.drafts))
     sizes = options.batch_sizes, options.pools
-    plan(target, drafts, accepted, prices, *sizes, options.tokens_per_s, console, json=options.json)
+    show_plan(list(choices(target, drafts, accepted, prices, *sizes, options.tokens_per_s)), target.name, console)
     return []
 
 

@@ -7,7 +7,7 @@ pass, so a draft takes longer the more of its time a pool is busy: `together` is
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from json import dumps, loads
 from pathlib import Path
 
@@ -58,20 +58,6 @@ class Choice:
     def dollars_per_million(self) -> float:
         """US dollars for a million tokens of groups that are busy all the time."""
         return self.dollars_per_hour / 3600 / self.tokens_per_s * 1e6
-
-
-def plan(
-    target: PacedDevice, drafts: Sequence[PacedDevice], accepted: Sequence[float], prices: Mapping[str, float],
-    batch_sizes: Sequence[int], pools: Sequence[int], wanted_per_s: float | None, console: Console,
-    *, json: Path | None = None,
-) -> None:  # fmt: skip
-    """Print every arm at every batch size, and write them; arguments as of `choices`."""
-    found = list(choices(target, drafts, accepted, prices, batch_sizes, pools, wanted_per_s))
-    show(found, target.name, console)
-    if json is not None:
-        names = ("tokens_per_s_per_gpu", "dollars_per_million")
-        rows = [asdict(choice) | {name: getattr(choice, name) for name in names} for choice in found]
-        json.write_text(dumps(rows, indent=2) + "\n")
 
 
 def pooled_round_s(pair: Pair, batch_size: int, k: int, overlap: Overlap, num_groups: int) -> tuple[float, float]:
@@ -173,7 +159,7 @@ def read_prices(path: Path | None) -> Mapping[str, float]:
     return {**PRICES, **given}
 
 
-def show(found: Sequence[Choice], target: str, console: Console) -> None:
+def show_plan(found: Sequence[Choice], target: str, console: Console) -> None:
     """Print a table for each batch size, and what is best."""
     for size in dict.fromkeys(choice.batch_size for choice in found):
         title = f"{target}, {size} requests of {CONTEXT} tokens a group; by datasheets and a roofline, not measured"

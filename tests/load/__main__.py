@@ -18,6 +18,9 @@ from .summary import summarize
 from .sweep import Level, search
 from .tool_suite import main as run_suite
 
+MAX_LOAD = 256
+"""Users, or requests per second, that a sweep tries at most."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a load test, or the tool-call suite; returns the exit status."""
@@ -61,9 +64,7 @@ async def _sweep(run: Run, progress: Progress) -> list[Level]:
     assert slo is not None
     is_users = options.rate is None
     first = options.rate or options.concurrency or 1
-    searches = {
-        arm: search(first=first, highest=options.max_level or 256, is_whole=is_users) for arm in options.arm_list
-    }
+    searches = {arm: search(first=first, highest=MAX_LOAD, is_whole=is_users) for arm in options.arm_list}
     loads: dict[Arm, float] = {arm: next(steps) for arm, steps in searches.items()}
     levels: list[Level] = []
     while loads:

@@ -179,5 +179,4 @@ def _figures(num_tokens: int) -> dict[str, Any]:
         "num_spec_steps": steps,
         "num_draft_tokens": steps * NUM_DRAFTED,
         "num_accepted_draft_tokens": steps * NUM_ACCEPTED,
-        "acceptance_histogram": [0, 0, steps, 0, 0],
     }

@@ -11,7 +11,6 @@ from .prompts import Prompt, SizedText, read_prompts
 from .server import Server, count_prompt_tokens, extension_fields, prompt_fields
 from .traces import excerpt, fit, read
 
-_NUM_SYNTHETIC = 32
 _RESERVE = 0.1
 """Share of a model's length that prompts from a trace leave free, because their tokens are only estimated."""
 
@@ -59,7 +58,7 @@ class Plan:
         }
         if self.options.temperature:
             body["seed"] = self.options.seed + index
-        if self.server.has_extensions and (self.options.ignore_eos or prompt.num_tokens or self.options.synthetic):
+        if self.server.has_extensions and (self.options.ignore_eos or prompt.num_tokens):
             body["ignore_eos"] = True
         return body
 
@@ -68,13 +67,13 @@ class Plan:
 
 
 async def make_plan(options: Options, client: Client, server: Server) -> Plan:
-    """Read the prompts, and make text of the lengths that a trace or `--synthetic` asks for.
+    """Read the prompts, and make text of the lengths that a trace asks for.
 
     Raises:
         LoadError: a file cannot be read, or the server refuses a prompt.
     """
     prompts = read_prompts(options.prompts.split(","), seed=options.seed)
-    if options.trace is None and options.synthetic is None:
+    if options.trace is None:
         return Plan(prompts, options, server)
 
     async def count_tokens(text: str) -> int:
@@ -82,10 +81,6 @@ async def make_plan(options: Options, client: Client, server: Server) -> Plan:
 
     text = SizedText(prompts, count_tokens)
     await text.calibrate()
-    if options.trace is None:
-        assert options.synthetic is not None
-        sized = [await text.exactly(options.synthetic, seed) for seed in range(_NUM_SYNTHETIC)]
-        return Plan([Prompt(content, "synthetic") for content in sized], options, server)
     arrivals = excerpt(read(options.trace), duration_s=options.duration_s, requests_per_s=options.rate)
     notes: list[str] = []
     if server.max_model_len is not None:

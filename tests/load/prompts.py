@@ -16,7 +16,6 @@ FIELDS = ("prompt", "text", "question", "turns", "messages")
 """Where a line of JSON has its prompt; of several turns the first one is asked."""
 CountTokens = Callable[[str], Awaitable[int]]
 _PROBE_CHARS = 1600
-_MAX_CORRECTIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ def _read_paragraphs(text: str, domain: str) -> list[Prompt]:
 
 
 class SizedText:
-    """Makes text of a given number of tokens, out of the text of other prompts.
+    """Makes text of about a given number of tokens, out of the text of other prompts.
 
     The server counts the tokens, so no tokenizer is needed here. Two counts give the tokens that surround any prompt
     (those of a chat template, for example) and the characters of a token.
@@ -136,16 +135,6 @@ class SizedText:
         block_chars = round(BLOCK_TOKENS * self._chars_per_token)
         blocks = "".join(self._from(block_id, block_chars) for block_id in block_ids)
         return (blocks + self._from(seed, max(0, num_chars - len(blocks))))[:num_chars]
-
-    async def exactly(self, num_tokens: int, seed: int) -> str:
-        """Return text of that many tokens; off by a few where no cut gives the exact number."""
-        text = self.about(num_tokens, seed)
-        for _ in range(_MAX_CORRECTIONS):
-            missing = num_tokens - await self._count_tokens(text)
-            if not missing:
-                break
-            text = self._from(seed, max(1, len(text) + round(missing * self._chars_per_token)))
-        return text
 
     def _from(self, seed: int, num_chars: int) -> str:
         start = random.Random(seed).randrange(len(self._text))

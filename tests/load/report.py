@@ -81,11 +81,10 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return `summary.json`."""
-        run = self.run
         arms: dict[str, Any] = {name: summary.as_json() for name, summary in self.summaries.items()}
         for name, fields in arms.items():
             domains = by_domain(self._records(name)).items()
-            fields["domains"] = {domain: summarize(of, run.options.limits).as_json() for domain, of in domains}
+            fields["domains"] = {domain: summarize(of, self.run.options.limits).as_json() for domain, of in domains}
         speed_ups = self.speed_ups().items()
         return {
             "arms": arms,
@@ -97,11 +96,6 @@ class Report:
             ],
             "capacity": {name: capacity(self.levels, name) for name in self.summaries} if self.levels else None,
             "differing_texts": None if self.differing is None else [asdict(text) for text in self.differing],
-            "client": {
-                "cpu_share": run.cpu_s / run.busy_s if run.busy_s else 0.0,
-                "loop_lag_max_s": max(run.lag.lags_s, default=0.0),
-                "send_delay_max_s": max((record.sent_s - record.scheduled_s for record in run.records), default=0.0),
-            },
             "problems": self.problems,
             "notes": self.notes(),
         }

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -55,8 +54,6 @@ class Run:
     lag: LoopLag = field(default_factory=LoopLag)
     records: list[Record] = field(default_factory=list)
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
-    cpu_s: float = 0.0
-    busy_s: float = 0.0
 
     def load(self) -> Load:
         """Return the load that the options describe, without a sweep."""
@@ -90,15 +87,12 @@ class Run:
             on_record(record)
 
         watch = asyncio.create_task(self.lag.watch())
-        cpu_s, busy_s = time.process_time(), time.perf_counter()
         try:
             await self._send_all(arm, turn, load, keep)
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-        self.cpu_s += time.process_time() - cpu_s
-        self.busy_s += time.perf_counter() - busy_s
         after = await read_counters(self.clients[arm.url])
         if before is not None and after is not None:
             added = after.since(before)

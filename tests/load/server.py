@@ -6,6 +6,8 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.diagnosis.http_client import Metrics
+
 from .client import Client
 from .records import Acceptance
 
@@ -124,18 +126,15 @@ async def read_counters(client: Client) -> Counters | None:
         return None
     if answer.status_code != httpx.codes.OK:
         return None
-    totals: dict[str, float] = {}
-    rounds: dict[str, float] = {}
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-            if sample.name == "paceline:rounds_by_draft_length_total":
-                reason = sample.labels["reason"]
-                rounds[reason] = rounds.get(reason, 0.0) + sample.value
+    metrics = Metrics(sample for family in text_string_to_metric_families(answer.text) for sample in family.samples)
     names = [f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
-    if not all(name in totals for name in names):
+    if not all(metrics.by(name) for name in names):
         return None
-    return Counters(Acceptance(*(int(totals[name]) for name in names)), rounds)
+    rounds = metrics.by("paceline:rounds_by_draft_length_total", "reason")
+    return Counters(
+        Acceptance(*(int(metrics.total(name)) for name in names)),
+        {reason: count for (reason,), count in rounds.items()},
+    )
 
 
 async def _model_card(client: Client, model: str | None) -> dict[str, Any]:

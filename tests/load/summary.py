@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ class Distribution:
     p50: float
     p90: float
     p99: float
-    max: float
 
     @classmethod
     def of(cls, values_s: Iterable[float]) -> "Distribution | None":
@@ -28,7 +26,7 @@ class Distribution:
         if not len(values_ms):
             return None
         p50, p90, p99 = (float(value) for value in np.percentile(values_ms, (50, 90, 99)))
-        return cls(float(values_ms.mean()), p50, p90, p99, float(values_ms.max()))
+        return cls(float(values_ms.mean()), p50, p90, p99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ class Summary:
     good_share: float | None
     goodput_per_s: float | None
     acceptance: Acceptance | None
-    histogram: list[int]
     texts_checked: int | None = None
     texts_differing: int | None = None
 
@@ -99,7 +96,6 @@ def summarize(records: Sequence[Record], slo: Slo | None, *, acceptance: Accepta
         good_share=good_share,
         goodput_per_s=good_share * len(records) / duration_s if good_share is not None and duration_s else None,
         acceptance=sum(counted, Acceptance()) if counted else acceptance,
-        histogram=[sum(counts) for counts in zip_longest(*(record.histogram for record in succeeded), fillvalue=0)],
     )
 
 

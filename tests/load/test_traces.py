@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.load.server import LoadError
-from tests.load.traces import Arrival, excerpt, fit, read
+from tests.load.traces import Arrival, excerpt, read
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -62,10 +62,3 @@ def test_an_excerpt_is_the_busiest_window_at_the_rate_asked_for() -> None:
     assert excerpt(arrivals, duration_s=None, requests_per_s=None) == arrivals
     with pytest.raises(LoadError, match="--duration"):
         excerpt(arrivals, duration_s=0.5, requests_per_s=None)
-
-
-def test_lengths_are_cut_and_counted() -> None:
-    arrivals = [Arrival(0, 10, 5), Arrival(1, 900, 5), Arrival(2, 10, 500)]
-    fitted, num_cut = fit(arrivals, max_prompt_tokens=100, max_tokens=50)
-    assert [(arrival.num_prompt_tokens, arrival.num_tokens) for arrival in fitted] == [(10, 5), (100, 5), (10, 50)]
-    assert num_cut == 2

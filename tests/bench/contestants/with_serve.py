@@ -14,11 +14,13 @@ from pathlib import Path
 
 import aiohttp
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppConfig
+from deployments.diagnosis.http_client import Metrics
 from deployments.local.environment import serve_environment
-from tests.bench.contestants.processes import cpu_seconds, freeze, thaw
-from tests.bench.contestants.readings import Reading, split_between
+from tests.bench.contestants.processes import freeze, thaw
+from tests.bench.contestants.readings import acceptance_of, split_between
 from tests.bench.figures import Batch, Timeline
 from tests.bench.workload import Arm, Cell, Workload
 from tests.e2e.servers import free_port
@@ -149,23 +151,18 @@ class ServeMethod:
         self._server.stop()
 
     async def _run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
-        before, computed = await self._read(), self._cpu_seconds()
+        before = await self._read()
         started = time.perf_counter()
         streams = [self._stream(ids, temperature, seed) for seed, ids in enumerate(prompts)]
         timelines = await asyncio.gather(*streams)
         elapsed = time.perf_counter() - started
-        cpu_s = {name: seconds - computed[name] for name, seconds in self._cpu_seconds().items()}
         after = await self._read()
-        run_ahead = after.run_ahead - before.run_ahead if before.run_ahead and after.run_ahead else None
-        acceptance = after.acceptance - before.acceptance
-        return Batch(elapsed, timelines, acceptance, split_between(before, after), run_ahead, cpu_s)
+        return Batch(elapsed, timelines, acceptance_of(after) - acceptance_of(before), split_between(before, after))
 
-    def _cpu_seconds(self) -> dict[str, float]:
-        return cpu_seconds(self._server.pid) | {"client": time.process_time()}
-
-    async def _read(self) -> Reading:
+    async def _read(self) -> Metrics:
         async with self._client.get("/metrics", raise_for_status=True) as answer:
-            return Reading.parse(await answer.text())
+            families = text_string_to_metric_families(await answer.text())
+            return Metrics(sample for family in families for sample in family.samples)
 
     async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> Timeline:
         body = {"prompt": list(ids), "max_tokens": self._num_tokens, "temperature": temperature, "seed": seed}

@@ -9,8 +9,8 @@ keep the distribution at T > 0, but not the text for a seed.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from rich.progress import track
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.models.registry import open_model
-from tests.bench.compare import compile_models, conditions, write
+from tests.bench.compare import compile_models, conditions
 from tests.bench.methods.domains import REPEAT, changed, read_domains
 from tests.bench.methods.large_target import DESCRIPTION, make_large_target
 from tests.bench.methods.pairs import LoadedPair, Turn, contenders, copies_outputs, run
@@ -33,70 +33,46 @@ NUM_TURNS = 2
 WARM_UP_ROUNDS = 80
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What is measured.
-
-    Attributes:
-        adaptive: the methods that also choose their draft lengths themselves.
-        domains: all, if empty.
-        large: the large target takes the place of the workload's.
-    """
-
-    methods: Sequence[str]
-    rules: Sequence[str]
-    lengths: Sequence[int]
-    adaptive: Sequence[str]
-    temperatures: Sequence[float]
-    batch_sizes: Sequence[int]
-    domains: Sequence[str] = ()
-    large: bool = False
-
-
-def methods(
-    workload: Workload, selection: Selection, console: Console, *, json: Path | None = None
-) -> list[MethodCell]:
+def methods(options: Namespace, workload: Workload, console: Console) -> list[MethodCell]:
     torch.set_num_threads(workload.num_threads)
     known = read_domains(open_model(ModelConfig(workload.target)).tokenizer)
-    domains = {name: known[name] for name in known if name in (selection.domains or known)}
+    domains = {name: known[name] for name in known if name in (options.domains or known)}
     if not domains:
-        raise ConfigError(f"--domains is {', '.join(selection.domains)}; it must be of {', '.join(known)}")
+        raise ConfigError(f"--domains is {', '.join(options.domains)}; it must be of {', '.join(known)}")
     with TemporaryDirectory(prefix="paceline-large-") as folder:
-        if selection.large:
+        if options.large:
             target = make_large_target(Path(workload.target), Path(folder))
             workload = replace(workload, target=str(target))
             compile_models(workload, console)
         workload = replace(workload, prompts=[ids for prompts in domains.values() for ids in prompts])
         pair = LoadedPair(
             workload,
-            max_num_seqs=max(selection.batch_sizes),
-            max_length=max(map(len, workload.prompts)) + workload.num_tokens + max(selection.lengths),
+            max_num_seqs=max(options.batch_sizes),
+            max_length=max(map(len, workload.prompts)) + workload.num_tokens + max(options.lengths),
         )
         cells: list[MethodCell] = []
         # Each temperature and batch size with all domains, so that a table's rows are whole.
-        places = list(itertools.product(selection.temperatures, selection.batch_sizes, domains))
+        places = list(itertools.product(options.temperatures, options.batch_sizes, domains))
         for heat, size, domain in track(places, console=console, description="cells"):
             turns = _turns(domains[domain], size, workload.num_turns or NUM_TURNS)
-            cells += _measure(pair, selection, turns, Cell(size, heat), domain, workload.num_tokens)
-    if selection.large:
+            cells += _measure(pair, options, turns, Cell(size, heat), domain, workload.num_tokens)
+    if options.large:
         console.print(DESCRIPTION, highlight=False)
     console.print(table_of(cells))
-    if json is not None:
-        write(cells, json)
     console.print(conditions(workload), highlight=False)
     return cells
 
 
 def _measure(
     pair: LoadedPair,
-    selection: Selection,
+    options: Namespace,
     turns: list[list[list[int]]],
     cell: Cell,
     domain: str,
     num_tokens: int,
 ) -> list[MethodCell]:
     """Let all rows take each turn's prompts one after the other, from another row on each time."""
-    rows = list(contenders(selection.methods, selection.rules, selection.lengths, selection.adaptive))
+    rows = list(contenders(options.methods, options.rules, options.lengths, options.adaptive))
     engines = [pair.engine(row, remembers_outputs=domain == REPEAT) for row in rows]
     for row, engine in zip(rows, engines, strict=True):
         for prompts in itertools.cycle(turns):
@@ -123,10 +99,8 @@ def _measure(
             cell.batch_size,
             domain,
             mean_acceptance_length=fmean(turn.tokens_per_pass for turn in result),
-            tokens_per_s=median(cell.batch_size * num_tokens / turn.seconds for turn in result),
             speedup=median(base.seconds / turn.seconds for base, turn in zip(plain, result, strict=True)),
             exact=all(base.texts == turn.texts for base, turn in zip(plain, result, strict=True)),
-            large=selection.large,
         )
         for row, result in zip(rows, results, strict=True)
     ]

@@ -19,7 +19,7 @@ from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
 from engine.verification.verifier import ModelVerifier
-from tests.bench.methods.tables import ADAPTIVE, PLAIN, UNUSED
+from tests.bench.methods.tables import ADAPTIVE, PLAIN
 from tests.bench.workload import Workload
 
 SELF_DRAFT_LAYERS = 4
@@ -40,11 +40,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        return self.method + (ADAPTIVE if self.is_adaptive else UNUSED if self == UNUSED_HEAD else "")
-
-
-UNUSED_HEAD = Contender("head", "coupled", 0, {"speculation": "off"})
-"""Plain decoding by a target that keeps what its head needs."""
+        return self.method + (ADAPTIVE if self.is_adaptive else "")
 
 
 def contenders(
@@ -59,8 +55,6 @@ def contenders(
             choose_method(config, has_draft_model=True)
         except ConfigError:
             continue
-        if method == UNUSED_HEAD.method and rule == UNUSED_HEAD.verification:
-            yield UNUSED_HEAD
         for length in lengths:
             yield Contender(method, rule, length, {"speculation": "fixed"} | own)
         if method in adaptive:

@@ -1,17 +1,16 @@
-"""Contenders, their texts, and what the comparison of methods leaves out when its time is over."""
+"""Contenders and their texts."""
 
-import json
+from argparse import Namespace
 
 import pytest
 
-from tests.bench.methods.comparison import Selection, methods
+from tests.bench.methods.comparison import methods
 from tests.bench.methods.pairs import Contender, LoadedPair, copies_outputs, run
-from tests.bench.methods.tables import MethodCell
 
 
 @pytest.fixture
-def selection():
-    return Selection(
+def options():
+    return Namespace(
         methods=["model", "ngram", "tree", "model+suffix"],
         rules=["coupled"],
         lengths=[2],
@@ -19,19 +18,17 @@ def selection():
         temperatures=[0.0, 0.7],
         batch_sizes=[1, 2],
         domains=["repeat", "own"],
+        large=False,
     )
 
 
-def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workload, selection, console, tmp_path):
-    path = tmp_path / "cells.json"
-    cells = methods(workload, selection, console, json=path)
+def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workload, options, console):
+    cells = methods(options, workload, console)
     named = {(cell.method, cell.batch_size, cell.temperature): cell for cell in cells}
     for size, heat in ((1, 0.0), (1, 0.7), (2, 0.0), (2, 0.7)):
         own = ("none", "model", "ngram", "tree", "model+suffix", "model adaptive")
         assert all(named[name, size, heat].exact for name in own)
         assert named["none", size, heat].speedup == named["none", size, heat].mean_acceptance_length == 1.0
-    written = json.loads(path.read_text())
-    assert [MethodCell(**fields) for fields in written] == cells
 
 
 def test_only_methods_that_copy_write_the_earlier_answers_first(workload):

@@ -65,12 +65,6 @@ def timed(models, devices, name, rows, *, costs=FREE, temperature=0.7, num_group
         return twin.run(all_groups()), twin
 
 
-def test_a_round_without_drafts_is_a_target_pass_and_two_messages(models):
-    (stretch,), twin = timed(models, pair(10e-3), "plain", 2, costs=WIRED)
-    assert stretch.rounds_s == pytest.approx([10e-3 + 2 * WIRE_S] * len(stretch.rounds_s))
-    assert twin.draft_gpus[0].busy_s == 0
-
-
 def test_a_draft_in_turn_adds_its_passes_and_two_more_messages(models):
     (stretch,), _ = timed(models, pair(10e-3), "speculative", 2, costs=WIRED)
     assert stretch.rounds_s == pytest.approx([10e-3 + K * 1e-3 + 4 * WIRE_S] * len(stretch.rounds_s))
@@ -98,11 +92,6 @@ def test_a_draft_beside_the_target_takes_turns_with_it(models):
     assert stretch.rounds_s == pytest.approx([14e-3] * len(stretch.rounds_s))
     assert (twin.num_gpus, twin.draft_gpus) == (4, [])
     assert twin.groups[0].gpus.busy_s == pytest.approx(twin.loop.time(), rel=0.01)
-
-
-def test_a_draft_that_takes_no_time_leaves_the_messages(models):
-    (stretch,), _ = timed(models, pair(10e-3), "speculative", 2, costs=WIRED, place="free")
-    assert stretch.rounds_s == pytest.approx([10e-3 + 4 * WIRE_S] * len(stretch.rounds_s))
 
 
 def test_groups_of_a_pool_draft_in_the_same_passes_while_their_proposals_come_together(models):

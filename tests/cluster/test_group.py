@@ -1,4 +1,4 @@
-"""A group over workers that start, end and fail on demand; tests/e2e/test_group.py has real processes."""
+"""A group over workers that start, end and fail on demand; tests/e2e/groups has real processes."""
 
 import asyncio
 import logging
@@ -19,10 +19,10 @@ from cluster.transport import Connector, Endpoint
 from cluster.worker_set import WorkerDiedError
 from cluster.workers.responder import TargetResponder
 from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
-from engine.errors import ModelMismatchError, TargetError
+from engine.errors import TargetError
 from engine.execution.memory import CacheSize
 from engine.models.registry import open_model
-from tests.cluster.fakes import FakeLink, SumVerifier, answering, process_ids, verify_row
+from tests.cluster.fakes import FakeLink, SumVerifier, answering, process_ids
 from tests.waiting import wait_for
 
 CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft"), EngineConfig(num_blocks=39), start_timeout_s=5.0)
@@ -169,12 +169,6 @@ async def test_ranks_that_are_killed_while_the_group_starts_are_started_again(ta
     assert "did not survive start 4 of 5" in caplog.messages[-1]
 
 
-async def test_the_start_fails_when_the_ranks_are_killed_again_and_again(targets, drafts):
-    targets.failures = [WorkerDiedError("killed") for _ in range(9)]
-    assert await refusal(started()) == "killed"
-    assert len(targets.versions) == 5
-
-
 @pytest.mark.parametrize("victims", ["targets", "drafts"])
 async def test_a_worker_that_fails_by_itself_fails_the_start(victims, targets, drafts, request, monkeypatch):
     monkeypatch.setattr(group_module, "_FIRST_RETRY_S", 1000.0)
@@ -258,18 +252,6 @@ async def test_a_recovery_replaces_all_ranks_when_one_is_lost(targets, drafts):
     assert process_ids(group)["target-0"] == 110
 
 
-async def test_the_log_says_why_a_rank_ended_although_its_connection_broke_before(targets, drafts, caplog):
-    group = await started()
-    targets.workers[0].links[0].break_connection("the worker closed the connection")
-    recovering = asyncio.create_task(group.recover())
-    await asyncio.sleep(0)
-    targets.workers[0].end("ValueError('a bug')")
-    await recovering
-    assert "A target rank was lost: ValueError('a bug')" in caplog.messages
-    assert targets.workers[0].is_killed
-    assert group.is_available
-
-
 async def test_the_end_of_replaced_ranks_is_ignored(targets, drafts):
     group = await started()
     group.remote_verifier.disconnect("late")
@@ -285,23 +267,6 @@ async def test_two_recoveries_at_once_start_the_ranks_once(targets, drafts):
     group.remote_verifier.disconnect("lost")
     await asyncio.gather(group.recover(), group.recover())
     assert len(targets.workers) == 2
-
-
-async def test_a_recovery_that_failed_may_be_tried_again(targets, drafts):
-    group = await started()
-    group.remote_verifier.disconnect("lost")
-    targets.failures = [TargetError("no room")]
-    assert await refusal(group.recover()) == "no room"
-    await group.recover()
-    assert group.is_available
-
-
-async def test_a_recovery_has_a_deadline(targets, drafts):
-    group = await started()
-    group.config = GroupConfig(ModelConfig("target"), start_timeout_s=0.0)
-    group.remote_verifier.disconnect("lost")
-    targets.hangs = True
-    assert "did not restart within 0 s" in await refusal(group.recover())
 
 
 async def test_a_recovery_ends_when_the_group_is_stopped(targets, drafts):
@@ -350,21 +315,6 @@ async def test_models_that_compile_at_once_are_told_as_one(targets, drafts):
     assert group.compiling is None
 
 
-async def test_without_a_draft_none_is_started(targets, drafts):
-    group = await started(GroupConfig(ModelConfig("target"), engine=EngineConfig(num_blocks=39, drafting="suffix")))
-    assert drafts.versions == []
-    assert group.draft_info is None
-
-
-async def test_models_that_cannot_work_together_are_refused_by_their_own_error(targets, drafts, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise ModelMismatchError("other ids")
-
-    monkeypatch.setattr(group_module, "shared_tokens", refuse)
-    with pytest.raises(ModelMismatchError, match="other ids"):
-        await started()
-
-
 async def test_a_draft_that_waits_for_the_memory_plan_ends_with_the_group(targets, monkeypatch):
     has_joined = asyncio.Event()
 
@@ -386,22 +336,6 @@ async def test_a_draft_that_waits_for_the_memory_plan_ends_with_the_group(target
     assert "died during its survey" in await refusal(group._start_all())
     await group.stop()
     assert not has_joined.is_set()
-
-
-async def verify(group: SpeculationGroup) -> list[int]:
-    [verdict] = await group.remote_verifier.verify([verify_row("a", [1, 2])])
-    return verdict.token_ids
-
-
-async def test_a_broken_connection_to_any_rank_ends_the_rounds_until_all_ranks_are_restarted(targets, drafts):
-    """The ranks above 0 do not answer, so nothing but the break shows that they have missed a request."""
-    group = await started()
-    targets.workers[0].links[1].break_connection("reset by peer")
-    with pytest.raises(TargetError, match="reset by peer"):
-        await verify(group)
-    await group.recover()
-    assert await verify(group) == [3]
-    assert targets.workers[0].is_killed
 
 
 async def test_the_draft_or_the_first_rank_of_the_target_is_killed_if_there_is_one(targets, drafts):
@@ -453,3 +387,17 @@ async def test_a_group_with_a_draft_pool_leases_its_draft_worker_and_starts_none
     assert drafts.workers == []
     await group.stop()
     assert not group.remote_drafter.is_available
+
+
+async def test_the_start_fails_when_the_ranks_are_killed_again_and_again(targets, drafts):
+    targets.failures = [WorkerDiedError("killed") for _ in range(9)]
+    assert await refusal(started()) == "killed"
+    assert len(targets.versions) == 5
+
+
+async def test_a_recovery_has_a_deadline(targets, drafts):
+    group = await started()
+    group.config = GroupConfig(ModelConfig("target"), start_timeout_s=0.0)
+    group.remote_verifier.disconnect("lost")
+    targets.hangs = True
+    assert "did not restart within 0 s" in await refusal(group.recover())

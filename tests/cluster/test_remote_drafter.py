@@ -106,14 +106,6 @@ async def test_a_drafter_that_forgets_is_told_again():
     assert not side.drafter.fallbacks
 
 
-async def test_one_evicted_row_does_not_spoil_the_others_of_its_batch():
-    side = DraftSide(capacity=2)
-    await side.propose(propose_row("a", [1, 2, 3]), propose_row("b", [4]))
-    await side.propose(propose_row("c", [5]))
-    assert await side.propose(propose_row("b", [4, 6, 7]), propose_row("a", [1, 2, 3, 8])) == [[4, 6, 7], [2, 3, 8]]
-    assert not side.drafter.fallbacks
-
-
 @pytest.mark.parametrize("fault", ["lose", "lose reply"])
 async def test_a_lost_message_costs_one_draft(fault):
     side = DraftSide()
@@ -123,15 +115,6 @@ async def test_a_lost_message_costs_one_draft(fault):
     assert side.drafter.fallbacks == {"timeout": 1}
     side.connect()
     assert await side.propose(propose_row("a", [1, 2, 3, 4, 5])) == [[3, 4, 5]]
-
-
-async def test_a_late_reply_is_not_taken_for_the_next_one(dropped):
-    side = DraftSide()
-    side.link.faults = ["late"]
-    assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
-    side.connect()
-    assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
-    assert dropped() == {"late": 1}
 
 
 async def test_a_worker_that_failed_is_not_called_until_it_is_connected_again():
@@ -161,16 +144,6 @@ async def test_a_wrong_reply_becomes_an_empty_draft(make, reason):
     drafter.connect(answering(make), [].append)
     assert await drafter.propose([propose_row("a", [1])]) == [NO_DRAFT]
     assert drafter.fallbacks == {reason: 1}
-
-
-async def test_a_drafter_that_raises_is_a_failure_and_goes_on():
-    side = DraftSide()
-    side.echo.propose = None
-    assert await side.propose(propose_row("a", [1])) == [[]]
-    assert side.drafter.fallbacks == {"failure": 1}
-    del side.echo.propose
-    side.connect()
-    assert await side.propose(propose_row("a", [1])) == [[1]]
 
 
 async def test_a_dead_drafter_is_absent_at_once_and_a_new_one_knows_nothing():
@@ -214,10 +187,3 @@ async def test_a_request_aborted_within_a_round_is_released_with_the_next():
     await side.propose(propose_row("b", [1]))
     assert side.echo.released == ["a"]
     assert "a" not in side.drafter._acknowledged._lengths
-
-
-async def test_an_id_may_be_used_again_after_its_release():
-    side = DraftSide()
-    await side.propose(propose_row("a", [1, 2, 3]))
-    side.drafter.release("a")
-    assert await side.propose(propose_row("a", [7, 8])) == [[7, 8]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cluster import remote_verifier
-from cluster.protocol.messages import AnyRequest, Failure, PrefixMissing, Verdicts, Verify
+from cluster.protocol.messages import AnyRequest, Failure, PrefixMissing, Verdicts
 from cluster.remote_verifier import RemoteVerifier
 from cluster.workers.responder import TargetResponder
 from engine.errors import TargetError
@@ -61,16 +61,6 @@ async def test_every_rank_learns_the_slot_of_a_row():
         await side.verifier.verify([replace(verify_row("a", [1] * length), slot=slot)])
     for verifier in side.verifiers:
         assert [row.slot for (row,) in verifier.seen] == slots
-
-
-async def test_ranks_that_evicted_a_prefix_are_told_again():
-    side = TargetSide()
-    for i in range(3):
-        rows = [verify_row(name, [1, 2, i], block_ids=[i, 5]) for name in "abcdef"]
-        for row in rows:
-            [verdict] = await side.verifier.verify([row])
-            assert verdict.token_ids == [3 + i]
-            assert side.verifiers[1].seen[-1][0].block_ids == [i, 5]
 
 
 async def test_a_lost_target_raises_until_it_is_connected_again():
@@ -132,20 +122,6 @@ async def test_a_round_like_eight_before_it_has_a_shorter_deadline_until_the_tar
     assert await clock.deadlines(tokens, 10) == [PATIENT_S] * 9 + [pytest.approx(10.0)]
 
 
-async def test_ranks_that_are_told_a_prefix_again_have_the_whole_timeout_and_their_refusal_is_no_measurement(
-    monkeypatch,
-):
-    side, tokens = TargetSide(), [1, 2, *[3] * 62]
-    clock = Clock(monkeypatch, side)
-    await clock.deadlines(tokens, 9)
-    for other in "bcdef":  # more than the ranks hold
-        await side.verifier.verify([verify_row(other, [7, 7])])
-    clock.round_s = 1.2
-    assert await clock.deadlines(tokens, 1) == [PATIENT_S]
-    clock.round_s = 0.5
-    assert await clock.deadlines(tokens, 1) == [pytest.approx(10.0)]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -162,15 +138,6 @@ async def test_a_wrong_verdict_is_a_target_error(make, message):
     with pytest.raises(TargetError, match=message):
         await verifier.verify([verify_row("a", [1, 2])])
     assert not verifier.is_available
-
-
-async def test_the_ranks_forget_what_has_ended():
-    side = TargetSide()
-    await side.verifier.verify([verify_row("a", [1]), verify_row("b", [1])])
-    side.verifier.release("a")
-    await side.verifier.verify([verify_row("b", [1])])
-    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
-    assert all(isinstance(request, Verify) for request in side.links[0].requests)
 
 
 # Two rounds in flight.
@@ -232,20 +199,6 @@ async def test_a_lost_connection_ends_both_rounds_and_neither_touches_the_ranks_
     assert side.verifier.is_available
     assert not side.verifier._due_s
     assert [request.round for request in side.links[0].requests] == [1]
-
-
-async def test_a_round_that_was_not_yet_sent_is_not_sent_to_other_ranks():
-    side = TargetSide()
-    await side.verifier._sending.acquire()
-    stale = begin(side, verify_row("a", [1, 2]))
-    await asyncio.sleep(0)
-    side.verifier.disconnect("killed")
-    side.connect(2)
-    side.verifier._sending.release()
-    with pytest.raises(TargetError, match="killed"):
-        await stale
-    assert side.links[0].requests == []
-    assert [verdict.token_ids for verdict in await begin(side, verify_row("a", [1, 2]))] == [[3]]
 
 
 async def test_every_rank_gets_rounds_in_the_same_order_even_if_one_has_no_room(monkeypatch):
@@ -338,3 +291,17 @@ async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight():
     assert [verdict.token_ids for verdict in await begin(side, again)] == [[24]]
     assert [one.released for one in side.verifiers] == [["a"], ["a"]]
     assert side.links[0].requests[-1].rows[0].prefix.offset == 2
+
+
+async def test_a_round_that_was_not_yet_sent_is_not_sent_to_other_ranks():
+    side = TargetSide()
+    await side.verifier._sending.acquire()
+    stale = begin(side, verify_row("a", [1, 2]))
+    await asyncio.sleep(0)
+    side.verifier.disconnect("killed")
+    side.connect(2)
+    side.verifier._sending.release()
+    with pytest.raises(TargetError, match="killed"):
+        await stale
+    assert side.links[0].requests == []
+    assert [verdict.token_ids for verdict in await begin(side, verify_row("a", [1, 2]))] == [[3]]

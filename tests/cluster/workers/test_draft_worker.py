@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -152,28 +151,6 @@ def test_a_client_goes_on_with_its_lease_until_that_ends_and_the_first_one_alway
     worker.end_one()
     assert worker.lease(identity, 4).version == lease.version + 1
     assert worker.num_leases == 1
-
-
-def test_a_worker_that_ends_gives_no_leases(config):
-    with serving(config) as worker:
-        pass
-    with pytest.raises(TargetError, match="worker 1 ends"):
-        worker.lease(Connector(NODE_ID).identity, 4)
-
-
-async def test_utilisation_counts_the_seconds_in_which_there_was_work(worker, monkeypatch):
-    connector = Connector(NODE_ID)
-    lease = worker.lease(connector.identity, 4)
-    link = connect(lease, connector)
-    await link.call(ping(lease))
-    assert worker.utilisation < 0.05
-    run = worker._backend.run
-    monkeypatch.setattr(worker._backend, "run", lambda *arguments: (time.sleep(0.2), run(*arguments))[1])
-    for number in range(2):
-        await link.call(propose(lease, number + 1, (5, 6, number)))
-    await wait_for(lambda: worker.utilisation > 0.1)  # 6 passes of 0.2 s
-    assert worker.utilisation < 0.9
-    link.close()
 
 
 async def test_a_pass_that_hangs_is_noticed(worker, monkeypatch):

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
@@ -92,20 +91,6 @@ async def test_the_features_of_committed_tokens_arrive_each_once_accepted_drafts
     assert rig.store.counts["bytes"] == 8 * STATE_SIZE * 2
 
 
-async def test_a_cached_prefix_is_read_from_the_blocks_in_the_first_round_of_a_request(rig):
-    await rig.round(row("a", 6, start=5), row("b", 4, start=3, blocks=[5, 2]))
-    assert rig.taken("a") == [8, 9, 10, 11, 20, 21]
-    assert rig.taken("b") == [20, 21, 22, 23]
-
-
-async def test_a_preempted_request_that_is_computed_again_in_other_blocks_sends_nothing_twice(rig):
-    await rig.round(row("a", 6))
-    await rig.round(row("a", 3, blocks=[9]))
-    await rig.round(row("a", 7, start=3, blocks=[9, 8]))
-    assert rig.taken("a") == [8, 9, 10, 11, 20, 21, 34]
-    assert rig.store.counts["bytes"] == 7 * STATE_SIZE * 2
-
-
 async def test_a_round_brings_a_bounded_part_of_a_long_context_and_says_so(rig, monkeypatch):
     monkeypatch.setattr(features_module, "_MAX_BYTES", 4 * STATE_SIZE * 2)
     await rig.round(row("a", 6), row("b", 2, blocks=[0]))
@@ -118,22 +103,6 @@ async def test_a_round_brings_a_bounded_part_of_a_long_context_and_says_so(rig, 
     assert rig.taken("a") == [10, 11, 20]
 
 
-async def test_a_new_draft_worker_gets_everything_again(rig):
-    await rig.round(row("a", 6))
-    rig.kill_draft()
-    rig.start_draft()
-    await rig.round(row("a", 7, start=6))
-    assert rig.taken("a") == [8, 9, 10, 11, 20, 21, 22]
-
-
-async def test_once_a_new_draft_worker_is_connected_the_next_round_brings_everything(rig):
-    await rig.round(row("a", 6))
-    server = rig.server
-    rig.source._loop.call_soon_threadsafe(time.sleep, 0.1)  # as if it was busy
-    rig.source.connect(server.endpoint)
-    assert not rig.source.num_sent
-
-
 async def test_what_the_draft_worker_has_forgotten_is_sent_again_one_round_later(rig):
     await rig.round(row("a", 6))
     rig.store.forget("1/a")
@@ -141,16 +110,6 @@ async def test_what_the_draft_worker_has_forgotten_is_sent_again_one_round_later
     assert rig.taken("a") == []
     await rig.round(row("a", 8, start=7))
     assert rig.taken("a") == [8, 9, 10, 11, 20, 21, 22, 23]
-
-
-async def test_after_a_broken_connection_everything_is_sent_again_and_taken_once(rig):
-    await rig.round(row("a", 6))
-    assert rig.source._link is not None
-    rig.source._loop.call_soon_threadsafe(rig.source._link._connection.abort)
-    await wait_for(lambda: not rig.source.num_sent)
-    await rig.round(row("a", 7, start=6))
-    assert rig.taken("a") == [8, 9, 10, 11, 20, 21, 22]
-    assert rig.store.counts["bytes"] == 13 * STATE_SIZE * 2
 
 
 async def test_a_request_that_has_ended_is_forgotten_on_both_sides(rig):
@@ -177,15 +136,6 @@ async def test_the_target_never_waits_and_sends_later_what_was_left_out(rig):
     may_answer.set()
     await rig.round(row("a", 8, start=7))
     assert rig.taken("a") == [8, 9, 10, 11, 20, 21, 22, 23]
-
-
-async def test_without_a_draft_worker_or_a_verification_nothing_is_read_or_sent():
-    source = FeatureSource(StatesVerifier(), Connector(NODE_ID), version=1)  # type: ignore[arg-type]
-    assert not source.work()
-    await source.verify([row("a", 6)])
-    source.release("a")
-    assert not source.work()
-    assert source._released == []
 
 
 def test_a_message_is_read_where_it_lies_and_another_is_refused():

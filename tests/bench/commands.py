@@ -30,7 +30,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, Dtype, Verification
+from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, Verification
 from engine.errors import PacelineError
 from tests.bench.abuse import abuse
 from tests.bench.compare import CELLS, compile_models, show, write
@@ -38,7 +38,7 @@ from tests.bench.methods.comparison import methods
 from tests.bench.paced.comparison import paced
 from tests.bench.paced.roofline import PacedDevice
 from tests.bench.paced.virtual.commands import PAIRS, PARTS, twin
-from tests.bench.plan import accepted_of, choices, read_prices, show_plan
+from tests.bench.plan import BATCH_SIZES, POOLS, accepted_of, choices, read_prices, show_plan
 from tests.bench.turns import collect
 from tests.bench.workload import Arm, Cell, Workload, read_prompts
 
@@ -71,10 +71,10 @@ def _measure(command: Command, options: Namespace, console: Console) -> list[str
     workload = Workload(
         target=str(options.target),
         draft=str(options.draft),
-        dtype=options.dtype,
+        dtype="auto",
         device="auto",
         compile="auto",
-        num_threads=options.threads,
+        num_threads=len(os.sched_getaffinity(0)),
         prompts=read_prompts(str(options.target)),
         cells=CELLS,
         num_tokens=options.num_tokens,
@@ -96,8 +96,6 @@ def parse(arguments: list[str]) -> Namespace:
         command.set_defaults(run=partial(_measure, run))
         command.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
         command.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
-        command.add_argument("--dtype", choices=get_args(Dtype), default="auto")
-        command.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
         command.add_argument("--num-tokens", type=int, default=num_tokens, help="new tokens per prompt")
         command.add_argument("--turns", type=int, help="batches of each cell")
         return command
@@ -126,24 +124,16 @@ def parse(arguments: list[str]) -> Namespace:
     planned.set_defaults(run=_plan)
     planned.add_argument("--target", default="h100x4-70b", help="devices and model, as %(default)s")
     planned.add_argument("--drafts", nargs="+", default=("h100-1b", "l4-1b"), help="devices and models of drafts")
-    planned.add_argument("--acceptance", default="0.75", help="a rate, rates by position, or evaluate's JSON file")
-    planned.add_argument("--temperature", default="0.7", help="which of that file's")
-    planned.add_argument(
-        "--prices", type=Path, help="JSON: dollars for a GPU and an hour, by its name (default: examples)"
-    )
-    planned.add_argument("--batch-sizes", type=_integers, default=(1, 8, 32, 64, 256), help="requests of a group")
-    planned.add_argument("--pools", type=_integers, default=(1, 2, 4, 8), help="groups of one draft GPU")
+    planned.add_argument("--acceptance", default="0.75", help="a rate, or rates by position")
+    prices_help = "JSON: dollars for a GPU and an hour, by its name (default: examples)"
+    planned.add_argument("--prices", type=Path, help=prices_help)
     planned.add_argument("--tokens-per-s", type=float, help="of all replicas: how many are needed?")
     methods = add("methods", _methods, num_tokens=48)
-    methods.add_argument("--head", type=Path, default=BUNDLED_HEAD, help="a trained head of the target")
     methods.add_argument("--large", action="store_true", help="on the large target")
     methods.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="who drafts")
     methods.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help="who verifies")
     methods.add_argument("--lengths", type=_integers, default=(2, 4, 8, 16), help="draft lengths, as 2,4,8,16")
-    adaptive = ("model", "model+suffix")
-    methods.add_argument("--adaptive", nargs="*", choices=METHODS, default=adaptive, help="speculation=adaptive, too")
     methods.add_argument("--batch-sizes", type=_integers, default=(1, 8), help="as 1,8")
-    methods.add_argument("--domains", nargs="+", default=[], help="these domains of text (default: all)")
     methods.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7), help="as 0,0.7")
     is_command = arguments and (arguments[0] in commands.choices or arguments[0] in ("-h", "--help"))
     return parser.parse_args(arguments if is_command else ["compare", *arguments])
@@ -161,7 +151,7 @@ def _compare(options: Namespace, workload: Workload, console: Console) -> list[s
 
 def _methods(options: Namespace, workload: Workload, console: Console) -> list[str]:
     if any(method.startswith("head") for method in options.methods):
-        workload = replace(workload, head=str(options.head))
+        workload = replace(workload, head=str(BUNDLED_HEAD))
     compile_models(workload, console)
     methods(options, workload, console)
     return []
@@ -176,10 +166,10 @@ def _paced(options: Namespace, workload: Workload, console: Console) -> list[str
 
 
 def _plan(options: Namespace, console: Console) -> list[str]:
-    accepted, prices = accepted_of(options.acceptance, options.temperature), read_prices(options.prices)
+    accepted, prices = accepted_of(options.acceptance), read_prices(options.prices)
     target, drafts = PacedDevice.of(options.target), list(map(PacedDevice.of, options.drafts))
-    sizes = options.batch_sizes, options.pools
-    show_plan(list(choices(target, drafts, accepted, prices, *sizes, options.tokens_per_s)), target.name, console)
+    planned = choices(target, drafts, accepted, prices, BATCH_SIZES, POOLS, options.tokens_per_s)
+    show_plan(list(planned), target.name, console)
     return []
 
 

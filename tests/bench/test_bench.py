@@ -4,12 +4,10 @@ import json
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise, permutations
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.bench import compare, turns
 from tests.bench.contestants import with_serve
@@ -31,7 +29,7 @@ def check(rows: list[Row]) -> None:
         assert (row.round_overhead_ms is not None) == (not row.name.startswith("transformers"))
 
 
-def test_every_method_in_this_process_fills_its_rows(workload: Workload, console: Console, tmp_path: Path) -> None:
+def test_every_method_in_this_process_fills_its_rows(workload, console, tmp_path):
     rows, failures = turns.collect(IN_PROCESS, workload, console, Worker)
     assert failures == []
     pairs = [(row.name, row.batch_size) for row in rows]
@@ -50,9 +48,7 @@ def test_every_method_in_this_process_fills_its_rows(workload: Workload, console
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_the_served_application_fills_its_rows(
-    workload: Workload, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_served_application_fills_its_rows(workload, console, monkeypatch):
     monkeypatch.setattr(with_serve, "FIRST_SETTLE_S", 0.0)
     rows, failures = turns.collect(("serve-speculative",), workload, console)
     assert failures == []
@@ -75,13 +71,13 @@ class Failing(Worker):
         self.is_closed = True
 
 
-def test_nobody_always_follows_the_same_method() -> None:
+def test_nobody_always_follows_the_same_method():
     names = "plain", "speculative", "adaptive"
     asked = [name for turn in range(8) for name in turns.order(names, turn)]
     assert {pair for pair in pairwise(asked) if len(set(pair)) == 2} == set(permutations(names, 2))
 
 
-def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, console: Console) -> None:
+def test_a_method_that_fails_is_named_and_the_others_go_on(workload, console):
     """The last one is a process, which runs what it is asked for until nobody asks."""
 
     def start(name: str, workload: Workload) -> Worker | WorkerProcess:

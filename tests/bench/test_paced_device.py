@@ -1,7 +1,5 @@
 """The paced backend: passes take the device's time one after the other, while the host goes on; texts stay the same."""
 
-import logging
-
 import pytest
 import torch
 
@@ -77,20 +75,6 @@ def test_a_pass_takes_the_devices_time_its_compute_included():
     assert clock.now - started == pytest.approx(PASS_S, abs=20e-6)
     assert not backend.is_busy
     assert sum(clock.slept) == pytest.approx(PASS_S - 0.001, rel=0.05), "it sleeps nearly to the end"
-
-
-def test_compute_that_does_not_fit_is_counted_said_and_takes_its_time(caplog):
-    clock = SleepingClock()
-    backend, _ = paced(clock, compute_s=0.008)
-    started = clock.now
-    with caplog.at_level(logging.WARNING, logger="tests.bench.paced_device"):
-        for _ in range(2):
-            backend.run(batch())
-            backend.wait()
-    assert clock.now - started == pytest.approx(0.016, abs=20e-6)
-    assert (backend.num_passes, backend.num_late) == (2, 2)
-    (warning,) = [record.getMessage() for record in caplog.records if "did not fit" in record.getMessage()]
-    assert "1 of 1 passes did not fit into the time of h100-8b, the last one by 3.0 ms" in warning
 
 
 def test_the_device_is_told_the_work_of_the_batch():

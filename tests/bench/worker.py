@@ -71,8 +71,7 @@ class WorkerProcess:
     The workload and then a request for each batch go to its stdin, one line of JSON each; the draft length and then
     the answers come from its stdout. The end of its input is its end.
 
-    Raises:
-        RuntimeError: by everything but the closing: it failed; the message is the end of what it said.
+    Raises RuntimeError if it failed; the message is the end of what it said.
     """
 
     def __init__(self, name: str, workload: Workload) -> None:

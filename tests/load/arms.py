@@ -45,8 +45,7 @@ class Arm:
         Args:
             counters: what its requests added to the server's.
 
-        Raises:
-            LoadError: it did something else, or its `/metrics` does not tell.
+            Raises LoadError if it did something else, or its `/metrics` does not tell.
         """
         if self.name == DEFAULT:
             return
@@ -70,8 +69,7 @@ class Arm:
 def parse_arms(names: str, url: str, urls: Mapping[str, str]) -> list[Arm]:
     """Return the arms of `off,fixed,adaptive`.
 
-    Raises:
-        ValueError: an arm is unknown or named twice, or an address is for none of them.
+    Raises ValueError if an arm is unknown or named twice, or an address is for none of them.
     """
     arms = [Arm(name, urls.get(name, url)) for name in names.split(",")]
     for arm in arms:

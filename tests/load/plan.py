@@ -69,8 +69,7 @@ class Plan:
 async def make_plan(options: Options, client: Client, server: Server) -> Plan:
     """Read the prompts, and make text of the lengths that a trace asks for.
 
-    Raises:
-        LoadError: a file cannot be read, or the server refuses a prompt.
+    Raises LoadError if a file cannot be read, or the server refuses a prompt.
     """
     prompts = read_prompts(options.prompts.split(","), seed=options.seed)
     if options.trace is None:

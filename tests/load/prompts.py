@@ -40,8 +40,7 @@ def read_prompts(sources: Sequence[str], *, seed: int) -> list[Prompt]:
     else the file does. In any other file, blank lines part the prompts. `humaneval`, `mt_bench` and `gsm8k` are the
     shared data sets, `bundled` the prompts of the bundled pair's card.
 
-    Raises:
-        LoadError: a file cannot be read, or holds no prompt.
+    Raises LoadError if a file cannot be read, or holds no prompt.
     """
     prompts: list[Prompt] = []
     for source in sources:

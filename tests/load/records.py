@@ -123,8 +123,7 @@ class Slo:
     def parse(cls, text: str, min_share: float) -> "Slo":
         """Return the limits of `ttft=500,tpot=50`.
 
-        Raises:
-            ValueError: a name is unknown, or a limit is no positive number.
+        Raises ValueError if a name is unknown, or a limit is no positive number.
         """
         limits: dict[LatencyName, float] = {}
         for part in text.split(","):

@@ -50,8 +50,7 @@ def differences(records: Sequence[Record], texts: Mapping[int, str]) -> list[Dif
 async def reference_texts(plan: Plan, records: Sequence[Record]) -> dict[int, str]:
     """Return the reference's text for each request that succeeded, by its number.
 
-    Raises:
-        LoadError: the reference cannot be reached, or does not answer a request.
+    Raises LoadError if the reference cannot be reached, or does not answer a request.
     """
     reference = plan.options.reference
     assert reference is not None

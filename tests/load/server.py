@@ -41,8 +41,7 @@ class Server:
 def prompt_fields(endpoint: Endpoint, content: str | list[dict[str, Any]]) -> dict[str, Any]:
     """Return the fields of a body that hold the prompt.
 
-    Raises:
-        LoadError: messages cannot be sent to `/v1/completions`.
+    Raises LoadError if messages cannot be sent to `/v1/completions`.
     """
     if endpoint == "chat":
         return {"messages": [{"role": "user", "content": content}] if isinstance(content, str) else content}
@@ -67,8 +66,7 @@ def extension_fields(cache_salt: str) -> dict[str, Any]:
 async def survey(client: Client, endpoint: Endpoint, model: str | None) -> Server:
     """Ask the server what it serves, and try a request with our extensions, then one without.
 
-    Raises:
-        LoadError: it cannot be reached, or refuses both.
+    Raises LoadError if it cannot be reached, or refuses both.
     """
     card = await _model_card(client, model)
     plain = {"model": card["id"], "max_tokens": 1, **prompt_fields(endpoint, "Hello")}
@@ -89,11 +87,7 @@ async def survey(client: Client, endpoint: Endpoint, model: str | None) -> Serve
 
 
 async def count_prompt_tokens(client: Client, server: Server, endpoint: Endpoint, text: str) -> int:
-    """Return how many tokens the server counts in a prompt.
-
-    Raises:
-        LoadError: it refuses the prompt.
-    """
+    """Return how many tokens the server counts in a prompt. Raises LoadError if it refuses the prompt."""
     body = {"model": server.model, "max_tokens": 1, **prompt_fields(endpoint, text)}
     answer = await _request(client, "POST", PATHS[endpoint], body)
     _check(answer, client)

@@ -41,7 +41,7 @@ SETTLE_S = 0.5
 
 
 class Server:
-    """`serve run` of the application on a free port, until `stop`.
+    """`serve run` of the application on a free port, until `close`.
 
     Args:
         arguments: the application's, besides those that follow from the workload.
@@ -79,7 +79,7 @@ class Server:
         try:
             self._wait()
         except BaseException:
-            self.stop()
+            self.close()
             raise
 
     @property
@@ -96,7 +96,7 @@ class Server:
         finally:
             freeze(self.pid)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         if self._process.poll() is None:
             thaw(self.pid)
             self._process.send_signal(signal.SIGINT)
@@ -138,7 +138,7 @@ class ServeMethod:
             time.sleep(FIRST_SETTLE_S)
             freeze(self._server.pid)
         except BaseException:
-            self._server.stop()
+            self._server.close()
             raise
 
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
@@ -148,7 +148,7 @@ class ServeMethod:
     def close(self) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
-        self._server.stop()
+        self._server.close()
 
     async def _run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
         before = await self._read()

@@ -35,11 +35,7 @@ def paced(
     arms: Sequence[str],
     console: Console,
 ) -> list[str]:
-    """Measure and print; returns what went wrong.
-
-    Raises:
-        ConfigError: there is no such pair.
-    """
+    """Measure and print; returns what went wrong. Raises ConfigError if there is no such pair."""
     pair = Pair.of(pair_name)
     cells: list[PacedCell] = []
     failures: list[str] = []

@@ -18,8 +18,7 @@ T = TypeVar("T")
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose time starts at 0 and moves only when all tasks wait: then it jumps to the next timer.
 
-    Raises:
-        RuntimeError: by `run_until_complete`: all tasks wait for something that cannot happen.
+    Raises RuntimeError if all tasks wait for something that cannot happen.
     """
 
     def __init__(self) -> None:

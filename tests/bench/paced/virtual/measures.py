@@ -131,8 +131,7 @@ HIDDEN_ARMS = ("run-ahead", "alternate", "any", "adaptive-any")
 def hidden(bench: Bench, pairs: Sequence[str], sizes: Sequence[int], temperature: float) -> Iterator[Hidden]:
     """Compare what overlaps a verification with drafts in turn, which are the first arm.
 
-    Raises:
-        RuntimeError: a text is not that of drafts in turn.
+    Raises RuntimeError if a text is not that of drafts in turn.
     """
     for pair, rows in itertools.product(pairs, sizes):
         bound = Pair.of(pair).bound(rows, bench.k, bench.context)

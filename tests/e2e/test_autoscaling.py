@@ -109,9 +109,7 @@ async def heartbeat() -> AsyncIterator[Callable[[], float]]:
         task.cancel()
 
 
-async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_without_room(
-    client: httpx.AsyncClient, config: AppConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_without_room(client, config, caplog):
     assert await routers() == (1, 1)
     async with heartbeat() as late_s, load(client, STEP):
         assert await wait_until(lambda target, _: target == 3) < DECIDED_WITHIN_S + late_s()
@@ -122,7 +120,7 @@ async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_wit
     assert "autoscaling.max_replicas is 3, but the cluster has room for 2: no node has room for" in caplog.text
 
 
-async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(client: httpx.AsyncClient) -> None:
+async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(client):
     targets = set()
     async with load(client, STEP):
         await wait_until(lambda target, running: (target, running) == (3, 2))
@@ -134,7 +132,7 @@ async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(cli
     assert targets == {3}
 
 
-async def test_scaling_down_cuts_no_stream(client: httpx.AsyncClient) -> None:
+async def test_scaling_down_cuts_no_stream(client):
     async with load(client, STEP):
         await wait_until(lambda _, running: running == 2)
     async with heartbeat() as late_s, load(client, 3, seed=1) as tasks:

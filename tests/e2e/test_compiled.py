@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,7 +29,7 @@ def decode(url: str) -> tuple[list[int], float]:
     return answer["choices"][0]["token_ids"], max(speeds)
 
 
-def test_a_compiled_server_writes_the_same_text_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_server_writes_the_same_text_sooner(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with serving(tmp_path / "log", "compile=auto") as server:
         eager_ids, eager_speed = decode(server.url)

@@ -76,7 +76,7 @@ async def long_stream(client: httpx.AsyncClient) -> AsyncIterator[AsyncIterator[
         yield lines
 
 
-async def test_requests_that_wait_move_to_a_new_router(url: str, model: str) -> None:
+async def test_requests_that_wait_move_to_a_new_router(url, model):
     scaling = {"max_replicas": 2, "requests_per_replica": 4}
     await asyncio.to_thread(deploy, model, max_num_seqs=MAX_NUM_SEQS, autoscaling=scaling)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
@@ -91,9 +91,7 @@ async def test_requests_that_wait_move_to_a_new_router(url: str, model: str) -> 
         assert metrics(url).total(RUNNING) + metrics(url).total(WAITING) == 0
 
 
-async def test_requests_that_wait_at_a_router_that_is_stopped_move_to_the_one_that_replaces_it(
-    url: str, model: str
-) -> None:
+async def test_requests_that_wait_at_a_router_that_is_stopped_move_to_the_one_that_replaces_it(url, model):
     await asyncio.to_thread(deploy, model, max_num_seqs=1)
     seeds = (1, 2)  # fewer than are moved to a Router that has come while the other one goes on
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:

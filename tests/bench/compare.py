@@ -34,7 +34,7 @@ RATIOS = (
 )
 
 
-COLUMNS = ("batch", "T", "method", "k", "tokens/s", "TTFT ms", "TPOT ms", "accepted", "length", "overhead ms")
+COLUMNS = ("batch", "T", "method", "k", "tokens/s", "accepted", "length", "overhead ms")
 
 
 def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
@@ -49,8 +49,6 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
                 row.name,
                 figure(row.num_speculative_tokens, "d"),
                 f"{row.tokens_per_s:.1f}",
-                f"{row.ttft_ms:.1f}",
-                f"{row.tpot_ms:.2f}",
                 figure(row.acceptance_rate, ".3f"),
                 figure(row.mean_acceptance_length, ".2f"),
                 figure(row.round_overhead_ms, ".2f"),

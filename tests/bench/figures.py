@@ -9,14 +9,6 @@ from tests.bench.workload import Cell, Workload
 from tests.load.records import Acceptance
 
 
-@dataclass(slots=True)
-class Timeline:
-    """When the tokens of one request arrived."""
-
-    started_s: float
-    arrivals_s: list[float] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class RoundSplit:
     """Mean times of the rounds that computed no prompt, in seconds.
@@ -38,7 +30,6 @@ class Batch:
     """One timed batch; a `split` of None does not apply."""
 
     elapsed_s: float
-    timelines: Sequence[Timeline]
     acceptance: Acceptance
     split: RoundSplit | None = None
 
@@ -73,8 +64,6 @@ class Row:
     temperature: float
     num_speculative_tokens: int | None
     tokens_per_s: float
-    ttft_ms: float
-    tpot_ms: float
     acceptance_rate: float | None = None
     mean_acceptance_length: float | None = None
     round_ms: float | None = None
@@ -94,8 +83,6 @@ def row_of(
     name: str, num_speculative_tokens: int | None, workload: Workload, cell: Cell, timed: Sequence[Batch]
 ) -> Row:
     num_tokens = cell.batch_size * workload.num_tokens
-    timelines = [timeline for batch in timed for timeline in batch.timelines]
-    decoding_s = [timeline.arrivals_s[-1] - timeline.arrivals_s[0] for timeline in timelines]
     acceptance = sum((batch.acceptance for batch in timed), Acceptance())
     rates = [num_tokens / batch.elapsed_s for batch in timed]
     splits = [batch.split for batch in timed if batch.split is not None]
@@ -107,8 +94,6 @@ def row_of(
         cell.temperature,
         num_speculative_tokens,
         tokens_per_s=median(rates),
-        ttft_ms=median((timeline.arrivals_s[0] - timeline.started_s) * 1e3 for timeline in timelines),
-        tpot_ms=median(decoding_s) * 1e3 / (workload.num_tokens - 1),
         acceptance_rate=acceptance.rate,
         mean_acceptance_length=acceptance.mean_length,
         round_ms=_median(split.round_s * 1e3 for split in splits),

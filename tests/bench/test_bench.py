@@ -11,7 +11,7 @@ import pytest
 
 from tests.bench import compare, turns
 from tests.bench.contestants import with_serve
-from tests.bench.figures import Batch, Row, Timeline
+from tests.bench.figures import Batch, Row
 from tests.bench.worker import Worker, WorkerProcess
 from tests.bench.workload import Cell, Workload
 from tests.load.records import Acceptance
@@ -20,11 +20,10 @@ IN_PROCESS = ("transformers", "transformers-assisted", "engine-plain", "engine-s
 
 
 def check(rows: list[Row]) -> None:
-    assert all(row.tokens_per_s > 0 and row.ttft_ms > 0 for row in rows)
     for row in rows:
+        assert row.tokens_per_s > 0
         is_speculative = row.name in ("transformers-assisted", "engine-speculative", "serve-speculative")
         assert (row.mean_acceptance_length is not None) == is_speculative
-        assert row.tpot_ms > 0 or not row.name.startswith("engine")
         assert row.acceptance_rate is None or 0 <= row.acceptance_rate <= 1
         assert (row.round_overhead_ms is not None) == (not row.name.startswith("transformers"))
 
@@ -65,7 +64,7 @@ class Failing(Worker):
     def run(self, cell: Cell, index: int) -> Batch:
         if index == 1:
             raise RuntimeError("engine-speculative failed")
-        return Batch(1.0, [Timeline(0.0, [0.5, 1.0])], Acceptance())
+        return Batch(1.0, Acceptance())
 
     def close(self) -> None:
         self.is_closed = True

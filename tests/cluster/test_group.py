@@ -291,18 +291,6 @@ async def test_a_lost_draft_worker_is_started_again_until_it_comes_back(targets,
     assert group.is_available
 
 
-async def test_stopping_kills_all_workers_once(targets, drafts):
-    group = await started()
-    await group.stop()
-    assert targets.workers[0].is_killed
-    assert drafts.workers[0].is_killed
-    assert process_ids(group) == {}
-    targets.workers[0].is_killed = False
-    await group.stop()
-    assert not targets.workers[0].is_killed
-    assert not group.is_available
-
-
 async def test_models_that_compile_at_once_are_told_as_one(targets, drafts):
     group = await started()
     assert group.compiling is None

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import ray
-from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from cluster import worker_set
 from cluster.config import GroupConfig
@@ -117,17 +116,6 @@ async def test_a_worker_that_does_not_answer_a_ping_is_at_its_end(workers, monke
     assert workers.actors[1].ping.num_calls == 4
     for actor in workers.actors:
         actor.ended.cancel()
-
-
-def test_the_reason_for_a_death_is_what_ray_says_after_the_details():
-    context = ActorDiedErrorContext(
-        error_message="The process has died. Exit code 2. Some common causes include: (1) memory.",
-        class_name="TargetWorker",
-        actor_id=b"0" * 16,
-        pid=9,
-    )
-    assert worker_set._reason(ray.exceptions.ActorDiedError(context)) == "The process has died. Exit code 2."
-    assert "died unexpectedly" in worker_set._reason(ray.exceptions.ActorDiedError())
 
 
 @pytest.mark.parametrize(

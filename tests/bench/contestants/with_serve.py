@@ -21,7 +21,7 @@ from deployments.diagnosis.http_client import Metrics
 from deployments.local.environment import serve_environment
 from tests.bench.contestants.processes import freeze, thaw
 from tests.bench.contestants.readings import acceptance_of, split_between
-from tests.bench.figures import Batch, Timeline
+from tests.bench.figures import Batch
 from tests.bench.workload import Arm, Cell, Workload
 from tests.e2e.servers import free_port
 from tests.load.client import data_of_events
@@ -154,36 +154,32 @@ class ServeMethod:
         before = await self._read()
         started = time.perf_counter()
         streams = [self._stream(ids, temperature, seed) for seed, ids in enumerate(prompts)]
-        timelines = await asyncio.gather(*streams)
+        await asyncio.gather(*streams)
         elapsed = time.perf_counter() - started
         after = await self._read()
-        return Batch(elapsed, timelines, acceptance_of(after) - acceptance_of(before), split_between(before, after))
+        return Batch(elapsed, acceptance_of(after) - acceptance_of(before), split_between(before, after))
 
     async def _read(self) -> Metrics:
         async with self._client.get("/metrics", raise_for_status=True) as answer:
             families = text_string_to_metric_families(await answer.text())
             return Metrics(sample for family in families for sample in family.samples)
 
-    async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> Timeline:
+    async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> None:
         body = {"prompt": list(ids), "max_tokens": self._num_tokens, "temperature": temperature, "seed": seed}
         body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        timeline = Timeline(time.perf_counter())
         usage = None
         async with self._client.post("/v1/completions", json=body) as answer:
             if not answer.ok:
                 raise RuntimeError(f"{answer.status}: {await answer.text()}")
-            async for now, data, _ in data_of_events(answer.content.iter_any(), time.perf_counter):
+            async for _, data, _ in data_of_events(answer.content.iter_any(), time.perf_counter):
                 if data == "[DONE]":
                     break
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise RuntimeError(str(chunk["error"]))
-                if chunk["choices"]:
-                    timeline.arrivals_s.append(now)
                 usage = chunk.get("usage") or usage
         if usage is None or usage["completion_tokens"] != self._num_tokens:
             raise RuntimeError(f"the server counted {usage}, {self._num_tokens} tokens were asked for")
-        return timeline
 
 
 async def _open_client(url: str) -> aiohttp.ClientSession:

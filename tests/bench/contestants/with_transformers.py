@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,21 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from engine.models.loader import resolve_device, resolve_dtype
-from tests.bench.figures import Batch, Timeline
+from tests.bench.figures import Batch
 from tests.bench.workload import Cell, Workload
 from tests.load.records import Acceptance
 
 
-@dataclass(slots=True)
-class Clock(BaseStreamer):
-    """A streamer that notes when tokens come and how many at once; the first call brings the prompt."""
-
-    arrivals_s: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+class Counts(BaseStreamer, list[int]):
+    """A streamer that notes how many tokens come at once; the first call brings the prompt."""
 
     def put(self, value: Tensor) -> None:
-        self.arrivals_s.append(time.perf_counter())
-        self.counts.append(value.shape[-1] if value.dim() else 1)
+        self.append(value.shape[-1] if value.dim() else 1)
 
     def end(self) -> None:
         """Nothing is held back."""
@@ -44,13 +38,11 @@ class TransformersMethod:
         self._options: dict[str, Any] = {}
 
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
-        clock = Clock()
+        counts = Counts()
         started = time.perf_counter()
-        new = generate(self._model, prompts, cell.temperature, self._num_tokens, streamer=clock, **self._options)
+        new = generate(self._model, prompts, cell.temperature, self._num_tokens, streamer=counts, **self._options)
         self._tokenizer.batch_decode(new)
-        elapsed = time.perf_counter() - started
-        timeline = Timeline(started, clock.arrivals_s[1:])
-        return Batch(elapsed, [timeline] * len(prompts), self._acceptance(clock.counts[1:]))
+        return Batch(time.perf_counter() - started, self._acceptance(counts[1:]))
 
     def close(self) -> None:
         """Nothing was started."""

@@ -132,12 +132,8 @@ class Stretch:
     texts: dict[str, list[int]] = field(default_factory=dict)
 
     @property
-    def seconds(self) -> float:
-        return sum(self.rounds_s)
-
-    @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
+        return self.num_tokens / sum(self.rounds_s)
 
 
 class Finish:

@@ -63,8 +63,6 @@ COLUMNS: tuple[tuple[str, Callable[[PacedCell], float | None], str], ...] = (
     ("tokens/s", lambda cell: cell.row.tokens_per_s, ".1f"),
     ("per GPU", lambda cell: cell.tokens_per_s_per_gpu, ".1f"),
     ("of engine", lambda cell: cell.over_engine, ".3f"),
-    ("length", lambda cell: cell.row.mean_acceptance_length, ".2f"),
-    ("round ms", lambda cell: cell.row.round_ms, ".2f"),
     ("added ms", lambda cell: cell.added_ms, ".2f"),
     ("prepared", lambda cell: cell.row.hit_share, ".2f"),
     ("of k = 4", lambda cell: cell.gain, ".2f"),

@@ -40,7 +40,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One arm in the twin; `rows` are the requests of each group, `length` is the tokens of a row in a round."""
+    """One arm in the twin; `rows` are the requests of each group."""
 
     pair: str
     arm: str
@@ -48,8 +48,6 @@ class Timed:
     rows: int
     tokens_per_s: float
     num_gpus: int
-    round_ms: float
-    length: float
 
     @property
     def per_gpu(self) -> float:
@@ -102,8 +100,6 @@ def time_arm(
         rows,
         tokens_per_s=sum(stretch.tokens_per_s for stretch in stretches),
         num_gpus=twin.num_gpus if arm.k else num_groups * Pair.of(pair).target.num_gpus,
-        round_ms=mean(1e3 * stretch.seconds / len(stretch.rounds_s) for stretch in stretches),
-        length=mean(stretch.num_tokens / len(stretch.rounds_s) / rows for stretch in stretches),
     )
     return timed, stretches
 

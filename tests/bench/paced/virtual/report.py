@@ -16,7 +16,7 @@ def show_hidden(measured: Iterable[Hidden], console: Console) -> None:
         )
         for hidden in measured
     )
-    columns = ("pair", "rows", "arm", "tokens/s", "per GPU", "round ms", "length", "over in turn", "bound", "share")
+    columns = ("pair", "rows", "arm", "tokens/s", "per GPU", "over in turn", "bound", "share")
     _show("what hides the draft", columns, rows, console)
 
 
@@ -36,7 +36,7 @@ def show_pools(measured: Iterable[tuple[Timed, Timed, Timed]], console: Console)
         )
         for pooled, own, beside in measured
     )
-    columns = ("pair", "rows", "groups", "tokens/s", "per GPU", "round ms", "length")
+    columns = ("pair", "rows", "groups", "tokens/s", "per GPU")
     columns += ("over own drafts", "over drafts beside, per GPU", "beside")
     _show("one draft GPU for several groups", columns, rows, console)
 
@@ -45,8 +45,8 @@ def _named(timed: Timed) -> tuple[str, str]:
     return timed.pair, str(timed.rows)
 
 
-def _speed(timed: Timed) -> tuple[str, ...]:
-    return f"{timed.tokens_per_s:.0f}", f"{timed.per_gpu:.1f}", f"{timed.round_ms:.2f}", f"{timed.length:.2f}"
+def _speed(timed: Timed) -> tuple[str, str]:
+    return f"{timed.tokens_per_s:.0f}", f"{timed.per_gpu:.1f}"
 
 
 def _show(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]], console: Console) -> None:

@@ -81,13 +81,6 @@ def test_alternating_cohorts_take_the_cycle_that_the_design_says(models, target_
         assert twin.groups[0].gpus.busy_s == pytest.approx(twin.loop.time(), rel=0.05), "the target is never idle"
 
 
-def test_a_draft_beside_the_target_takes_turns_with_it(models):
-    (stretch,), twin = timed(models, pair(10e-3), "speculative", 2, place="beside")
-    assert stretch.rounds_s == pytest.approx([14e-3] * len(stretch.rounds_s))
-    assert (twin.num_gpus, twin.draft_gpus) == (4, [])
-    assert twin.groups[0].gpus.busy_s == pytest.approx(twin.loop.time(), rel=0.01)
-
-
 def test_groups_of_a_pool_draft_in_the_same_passes_while_their_proposals_come_together(models):
     own, _ = timed(models, pair(10e-3), "speculative", 2)
     pooled, twin = timed(models, pair(10e-3), "speculative", 2, place="pool", num_groups=3)

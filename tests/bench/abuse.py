@@ -22,8 +22,6 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.contestants.with_serve import Server
-from tests.bench.workload import Workload
 from tests.load.client import data_of_events
 
 NUM_ABUSERS = 16
@@ -196,12 +194,7 @@ async def _send_all(url: str, abuse: Abuse, duration_s: float) -> Counter[int]:
     return answers
 
 
-def abuse(workload: Workload, console: Console) -> list[str]:
-    server = Server(workload, {})
-    try:
-        rows = list(outcomes(server.url, list(ABUSES), EACH_S))
-    finally:
-        server.close()
+def show_abuse(rows: list[Outcome], console: Console) -> None:
     title = f"{NUM_ABUSERS} at once for {EACH_S:g} s each; seconds"
     table = Table("body", "answers", "longest gap", "/live", "core", title=title)
     notices = {row.name: row.notice for row in rows} | {"none": rows[0].quiet}
@@ -210,4 +203,3 @@ def abuse(workload: Workload, console: Console) -> list[str]:
         figures = (notice.gap_s, notice.live_s, notice.late_s)
         table.add_row(name, answers.get(name, ""), *(f"{seconds:.3f}" for seconds in figures))
     console.print(table)
-    return [problem for row in rows for problem in row.failures]

@@ -23,6 +23,7 @@ import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,8 +33,9 @@ from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, Verification
 from engine.errors import PacelineError
-from tests.bench.abuse import abuse
+from tests.bench.abuse import ABUSES, EACH_S, outcomes, show_abuse
 from tests.bench.compare import CELLS, compile_models, show, write
+from tests.bench.contestants.with_serve import Server
 from tests.bench.methods.comparison import methods
 from tests.bench.paced.comparison import paced
 from tests.bench.paced.roofline import PacedDevice
@@ -175,7 +177,10 @@ def _plan(options: Namespace, console: Console) -> list[str]:
 
 def _abuse(options: Namespace, workload: Workload, console: Console) -> list[str]:
     compile_models(workload, console)
-    return abuse(workload, console)
+    with closing(Server(workload, {})) as server:
+        rows = list(outcomes(server.url, list(ABUSES), EACH_S))
+    show_abuse(rows, console)
+    return [problem for row in rows for problem in row.failures]
 
 
 def _integers(text: str) -> tuple[int, ...]:

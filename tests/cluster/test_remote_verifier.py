@@ -39,8 +39,12 @@ class TargetSide:
         self.verifier.connect(self.links)
 
 
-async def test_every_rank_runs_every_round_and_rank_0_decides():
-    side = TargetSide()
+@pytest.fixture
+async def side():
+    return TargetSide()
+
+
+async def test_every_rank_runs_every_round_and_rank_0_decides(side):
     tokens = [1, 2, 3]
     for _ in range(4):
         [verdict] = await side.verifier.verify([verify_row("a", tokens)])
@@ -53,9 +57,8 @@ async def test_every_rank_runs_every_round_and_rank_0_decides():
     assert side.verifier.unprepared == dict(PREPARATION.counts)
 
 
-async def test_every_rank_learns_the_slot_of_a_row():
+async def test_every_rank_learns_the_slot_of_a_row(side):
     """A number that every rank counts by itself would be wrong after a lost round."""
-    side = TargetSide()
     slots = [SlotRow(3, 0), SlotRow(3, 3, 2, ((64, 5), (128, 6))), None]
     for length, slot in enumerate(slots, 3):
         await side.verifier.verify([replace(verify_row("a", [1] * length), slot=slot)])
@@ -63,8 +66,7 @@ async def test_every_rank_learns_the_slot_of_a_row():
         assert [row.slot for (row,) in verifier.seen] == slots
 
 
-async def test_a_lost_target_raises_until_it_is_connected_again():
-    side = TargetSide()
+async def test_a_lost_target_raises_until_it_is_connected_again(side):
     await side.verifier.verify([verify_row("a", [1, 2])])
     side.links[0].faults = ["lose reply"]
     side.verifier._timeout_s = HASTY_S
@@ -78,9 +80,8 @@ async def test_a_lost_target_raises_until_it_is_connected_again():
     assert verdict.token_ids == [6]
 
 
-async def test_a_rank_above_0_whose_connection_breaks_ends_the_round():
+async def test_a_rank_above_0_whose_connection_breaks_ends_the_round(side):
     """It never answers, so no call of its own would tell; what was on its way to it is lost."""
-    side = TargetSide()
     side.links[0].faults = ["lose"]
     waiting = asyncio.create_task(side.verifier.verify([verify_row("a", [1])]))
     await asyncio.sleep(0)
@@ -147,8 +148,7 @@ def begin(side: TargetSide, *rows) -> asyncio.Task[list[Verdict]]:
     return asyncio.ensure_future(side.verifier.verify(rows))
 
 
-async def test_a_round_is_sent_before_the_one_before_it_has_ended():
-    side = TargetSide()
+async def test_a_round_is_sent_before_the_one_before_it_has_ended(side):
     rounds = [begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [3, 4]), verify_row("c", [5, 6]))]
     await asyncio.sleep(0)
     assert [request.round for request in side.links[0].requests] == [1, 2]
@@ -156,9 +156,8 @@ async def test_a_round_is_sent_before_the_one_before_it_has_ended():
     assert [[verdict.token_ids for verdict in await one] for one in rounds] == [[[3]], [[7], [11]]]
 
 
-async def test_a_round_in_flight_adds_to_the_deadline_of_the_next():
+async def test_a_round_in_flight_adds_to_the_deadline_of_the_next(side):
     """The second waits for the first."""
-    side = TargetSide()
     await asyncio.gather(*(begin(side, verify_row(name, [1, 2])) for name in "ab"))
     await begin(side, verify_row("c", [1, 2]))
     deadlines = [request.deadline_s for request in side.links[0].requests]
@@ -184,8 +183,7 @@ async def test_rounds_in_flight_are_measured_from_the_end_of_the_one_before(monk
     assert [request.deadline_s for request in side.links[0].requests[-2:]] == [own_s, 2 * own_s]
 
 
-async def test_a_lost_connection_ends_both_rounds_and_neither_touches_the_ranks_that_come_next():
-    side = TargetSide()
+async def test_a_lost_connection_ends_both_rounds_and_neither_touches_the_ranks_that_come_next(side):
     side.links[0].faults = ["lose", "lose"]
     rounds = [begin(side, verify_row(name, [1, 2])) for name in "ab"]
     await asyncio.sleep(0)
@@ -201,8 +199,7 @@ async def test_a_lost_connection_ends_both_rounds_and_neither_touches_the_ranks_
     assert [request.round for request in side.links[0].requests] == [1]
 
 
-async def test_every_rank_gets_rounds_in_the_same_order_even_if_one_has_no_room(monkeypatch):
-    side = TargetSide()
+async def test_every_rank_gets_rounds_in_the_same_order_even_if_one_has_no_room(side, monkeypatch):
     post, waits = side.links[1].post, iter([0.05, 0.0])
 
     async def slow(request):
@@ -224,8 +221,7 @@ async def evicted(side: TargetSide) -> tuple:
     return row, other, third
 
 
-async def test_a_round_that_the_ranks_refuse_is_sent_again_after_the_one_behind_it():
-    side = TargetSide()
+async def test_a_round_that_the_ranks_refuse_is_sent_again_after_the_one_behind_it(side):
     row, other, third = await evicted(side)
     first, second = begin(side, row, other), begin(side, third)
     assert [verdict.token_ids for verdict in await first] == [[5], [6]]
@@ -235,9 +231,8 @@ async def test_a_round_that_the_ranks_refuse_is_sent_again_after_the_one_behind_
     assert side.links[0].requests == side.links[1].requests
 
 
-async def test_a_request_that_ends_before_its_round_is_sent_again_is_left_out():
+async def test_a_request_that_ends_before_its_round_is_sent_again_is_left_out(side):
     """The round that was computed meanwhile may have its blocks."""
-    side = TargetSide()
     row, other, third = await evicted(side)
     first, second = begin(side, row, other), begin(side, third)
     await asyncio.sleep(0)
@@ -248,8 +243,7 @@ async def test_a_request_that_ends_before_its_round_is_sent_again_is_left_out():
     assert "b" not in side.verifier._acknowledged._lengths
 
 
-async def test_a_round_whose_requests_have_all_ended_is_not_sent():
-    side = TargetSide()
+async def test_a_round_whose_requests_have_all_ended_is_not_sent(side):
     row, _, third = await evicted(side)
     first, second = begin(side, row), begin(side, third)
     unsent = begin(side, verify_row("d", [1, 2]))
@@ -262,8 +256,7 @@ async def test_a_round_whose_requests_have_all_ended_is_not_sent():
     assert [verdict.token_ids for verdict in await begin(side, verify_row("e", [1, 2]))] == [[3]]
 
 
-async def test_a_request_that_ends_in_flight_is_released_once_behind_its_round():
-    side = TargetSide()
+async def test_a_request_that_ends_in_flight_is_released_once_behind_its_round(side):
     first, second = begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [1, 2]))
     await asyncio.sleep(0)
     side.verifier.release("a")
@@ -275,8 +268,7 @@ async def test_a_request_that_ends_in_flight_is_released_once_behind_its_round()
     assert "a" not in side.verifier._acknowledged._lengths
 
 
-async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight():
-    side = TargetSide()
+async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight(side):
     old = begin(side, verify_row("a", [1, 2, 3, 4]))
     await asyncio.sleep(0)
     side.verifier.release("a")
@@ -293,8 +285,7 @@ async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight():
     assert side.links[0].requests[-1].rows[0].prefix.offset == 2
 
 
-async def test_a_round_that_was_not_yet_sent_is_not_sent_to_other_ranks():
-    side = TargetSide()
+async def test_a_round_that_was_not_yet_sent_is_not_sent_to_other_ranks(side):
     await side.verifier._sending.acquire()
     stale = begin(side, verify_row("a", [1, 2]))
     await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from ray import serve
 from deployments.builder import app
 from deployments.config import AppConfig, Autoscaling
 from tests.e2e.replicas import router_details, routers, wait_until
-from tests.e2e.servers import serve_on_ray, stream_choices
+from tests.e2e.servers import serve_on_ray, stream_text
 from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -64,21 +64,13 @@ async def streams_per_router() -> list[int]:
     return list(await asyncio.gather(*(actor.get_num_ongoing_requests.remote() for actor in actors)))
 
 
-async def stream(client: httpx.AsyncClient, seed: int) -> str:
-    """Return the text of a whole stream."""
-    body = {"prompt": "A", "max_tokens": STREAM_TOKENS, "seed": seed, "ignore_eos": True}
-    choices = await stream_choices(client, body)
-    assert choices[-1]["finish_reason"] == "length"
-    return "".join(choice["text"] for choice in choices)
-
-
 @asynccontextmanager
 async def load(
     client: httpx.AsyncClient, num_streams: int, seed: int | None = None
 ) -> AsyncIterator[list[asyncio.Task[str]]]:
     """Have streams run until the block ends, with seeds of their own or with one; abandon those that still run then."""
     seeds = range(num_streams) if seed is None else [seed] * num_streams
-    tasks = [asyncio.create_task(stream(client, seed)) for seed in seeds]
+    tasks = [asyncio.create_task(stream_text(client, seed, STREAM_TOKENS)) for seed in seeds]
     try:
         yield tasks
     finally:

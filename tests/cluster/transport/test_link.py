@@ -43,7 +43,7 @@ async def peer(credentials, tmp_path):
 
 
 @ON_SAME_AND_OTHER_NODE
-async def test_calls_are_answered(credentials, is_same_node, dropped):
+async def test_calls_are_answered(credentials, is_same_node):
     with (
         serving(credentials.certificate) as server,
         linked(server.endpoint, credentials, is_same_node=is_same_node) as link,
@@ -52,7 +52,6 @@ async def test_calls_are_answered(credentials, is_same_node, dropped):
             assert (await link.call(ping(number))).round == number
         replies = await asyncio.gather(*(link.call(ping(number)) for number in range(50, 80)))
         assert [reply.round for reply in replies] == list(range(50, 80))
-        assert not dropped()
         left = await link.begin(ping(90))
         left.cancel()
         await asyncio.sleep(0)
@@ -60,10 +59,10 @@ async def test_calls_are_answered(credentials, is_same_node, dropped):
 
 
 @ON_SAME_AND_OTHER_NODE
-def test_calls_are_answered_on_the_event_loop_that_ray_uses(credentials, is_same_node, dropped):
+def test_calls_are_answered_on_the_event_loop_that_ray_uses(credentials, is_same_node):
     uvloop = pytest.importorskip("uvloop")
     with contextlib.closing(uvloop.new_event_loop()) as loop:
-        loop.run_until_complete(test_calls_are_answered(credentials, is_same_node, dropped))
+        loop.run_until_complete(test_calls_are_answered(credentials, is_same_node))
 
 
 @pytest.mark.parametrize(("node_id", "is_tls"), [(NODE_ID, False), ("another node", True)])
@@ -94,7 +93,7 @@ async def test_large_messages_go_both_ways(credentials, is_same_node):
             assert reply.request_ids == words
 
 
-async def test_replies_that_no_call_waits_for_are_dropped(peer, dropped):
+async def test_replies_that_no_call_waits_for_are_dropped(peer):
     """The peer repeats, reorders, mixes in another version and garbage; the call gets its own reply."""
     with pytest.raises(DeadlineError, match=r"^no reply to round 6 within 0\.2 s$"):
         await peer.link.call(ping(6, deadline_s=0.2))
@@ -115,7 +114,6 @@ async def test_replies_that_no_call_waits_for_are_dropped(peer, dropped):
     await read_one(reader)
     writer.write(frame(encode(Pong(8, 1, 0.0))))
     await again
-    assert dropped() == {"late": 2, "version": 1, "malformed": 1}
 
 
 async def test_a_broken_connection_ends_the_calls_is_reported_and_the_next_call_makes_another(peer):

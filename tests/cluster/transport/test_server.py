@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster.protocol.messages import AnyReply, AnyRequest, encode
-from cluster.transport import ConnectionLostError, DeadlineError, Listener, Server
+from cluster.transport import ConnectionLostError, Listener, Server
 from cluster.transport import server as server_module
 from cluster.transport.credentials import Credentials, tls_context
 from cluster.transport.frames import frame
@@ -51,24 +51,10 @@ def wait_for(condition: Callable[[], object]) -> None:
     raise AssertionError("the condition did not become true")
 
 
-async def test_a_reply_after_its_deadline_is_not_sent(credentials, dropped):
-    def answer(request: AnyRequest) -> AnyReply:
-        if request.round == 1:
-            time.sleep(0.5)
-        return pong(request)
-
-    with serving(credentials.certificate, answer) as server, linked(server.endpoint, credentials) as link:
-        with pytest.raises(DeadlineError):
-            await link.call(ping(1, deadline_s=0.2))
-        assert (await link.call(ping(2))).round == 2
-        assert dropped() == {"overdue": 1}
-
-
-def test_a_malformed_message_is_dropped(server, credentials, dropped):
+def test_a_malformed_message_is_dropped(server, credentials):
     with connect_by_tls(server, credentials) as client:
         client.sendall(frame(b"\xc1 no message"))
         assert_answers(client)
-    assert dropped() == {"malformed": 1}
 
 
 async def test_half_a_message_does_not_interrupt_the_work(credentials):

@@ -1,6 +1,5 @@
 """A speculation group of real processes on a Ray cluster: the engine's text does not depend on who lives."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -16,8 +15,7 @@ from cluster.group import SpeculationGroup
 from cluster.placement import PlacementError
 from engine.errors import ModelMismatchError, TargetError
 from tests.cluster.fakes import process_ids
-from tests.e2e.groups.generation import generate, is_alive, model_config, running, submit
-from tests.e2e.servers import descendants
+from tests.e2e.groups.generation import generate, is_alive, model_config, running
 from tests.engine.targets import alternate
 from tests.models import save_llama
 from tests.waiting import wait_for
@@ -99,60 +97,6 @@ async def test_with_two_rounds_in_flight_the_text_is_the_same_whoever_is_killed_
     assert again.engine.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.long
-async def test_a_stopped_rank_is_lost_after_the_configured_time(group, expected):
-    generation = generate(group)
-    await generation.run(until=lambda: generation.num_tokens > 40)
-    stopped = process_ids(group)["target-1"]
-    os.kill(stopped, signal.SIGSTOP)
-    async with asyncio.timeout(group.config.hang_timeout_s + 5):
-        with pytest.raises(TargetError, match="did not answer for"):
-            await generation.run()
-    generation.engine.reset()
-    await group.recover()
-    assert not is_alive(stopped)
-    await generation.run()
-    assert generation.text == expected
-
-
-@pytest.mark.parametrize(
-    ("victim", "num_workers", "report"),
-    [("DraftWorker", 1, "Draft worker did not start"), ("TargetWorker", 2, "The target did not survive start 1 of 5")],
-)
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.long
-async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_started_again(
-    config, expected, victim, num_workers, report, fault, caplog
-):
-    """With trees that grow on while the target verifies, because this group is not shared."""
-    others = worker_ids(victim)  # of a group that tests share
-    trees = replace(config.engine, drafting="tree", speculation="fixed")
-    config = replace(config, tensor_parallel_size=num_workers, hang_timeout_s=5.0, engine=trees, run_ahead="on")
-    starting = asyncio.create_task(SpeculationGroup.start(config))
-    await wait_for(lambda: len(worker_ids(victim) - others) == num_workers)
-    first = worker_ids(victim) - others
-    os.kill(max(first), fault)
-    group = await starting
-    try:
-        generation = generate(group)
-        await generation.run()
-        assert generation.text == expected
-        await wait_for(lambda: report in caplog.text and "draft" in process_ids(group))
-        await wait_for(lambda: not any(map(is_alive, first)))
-        again = submit(generation.engine)
-        await again.run()
-        assert again.text == expected
-        assert generation.engine.stats.num_accepted_tokens > 0
-        assert group.remote_drafter.run_ahead.hits > 0
-    finally:
-        await group.stop()
-
-
-def worker_ids(class_name: str) -> set[int]:
-    """Return the process ids of this cluster's workers of a class; Ray puts it into their titles."""
-    return {process.pid for process in descendants(class_name)}
-
-
 async def test_a_placement_that_cannot_be_met_says_which_bundle_is_missing_what(config):
     nowhere = replace(config, draft_label_selector={"pool": "nowhere"}, start_timeout_s=3.0)
     with pytest.raises(PlacementError) as caught:
@@ -168,15 +112,6 @@ async def test_models_with_few_tokens_in_common_are_refused(config, tmp_path):
     other = model_config(save_llama(tmp_path / "other", seed=4, vocab_size=200))
     with pytest.raises(ModelMismatchError):
         await SpeculationGroup.start(replace(config, draft=other))
-
-
-@pytest.mark.long
-async def test_without_a_draft_there_is_no_draft_worker(config, expected):
-    async with running(replace(config, draft=None, engine=replace(config.engine, drafting="suffix"))) as group:
-        generation = generate(group)
-        await generation.run()
-        assert generation.text == expected
-        assert set(process_ids(group)) == {"target-0"}
 
 
 @pytest.mark.long

@@ -15,8 +15,8 @@ that thread pools and allocators do not disturb each other, and each cell is war
 exist at the same time and take the batches of a cell in turn, in an order that changes, while the others sleep: a
 machine's speed drifts by half over minutes, and so it drifts for all of them alike. A ratio is the median, over turns,
 of the two methods' speeds in the same turn. No method may keep the keys and values of an earlier prompt. transformers
-runs at its best ordinary setting (sdpa attention; assisted generation both with its own draft length and with ours,
-`-k`). A served stream is timed by its client.
+runs at its ordinary setting (sdpa attention; assisted generation chooses its draft length itself). A served stream is
+timed by its client.
 """
 
 import os
@@ -47,7 +47,7 @@ from tests.bench.workload import Arm, Cell, Workload, read_prompts
 METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none", "mtp", "head_worker"))
 """Those of one process, on the bundled models."""
 RULES = get_args(Verification)
-NAMES = ("transformers", "transformers-assisted", "transformers-assisted-k")
+NAMES = ("transformers", "transformers-assisted")
 NAMES += ("engine-plain", "engine-speculative", "serve-plain", "serve-speculative")
 PEERS = ("vllm-plain", "vllm-speculative", "vllm-probabilistic")
 """In the environment that `make bench-peers` makes."""

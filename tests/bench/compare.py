@@ -20,7 +20,6 @@ from tests.bench.workload import Cell, Workload
 CELLS = [Cell(batch_size, temperature) for batch_size in (1, 8) for temperature in (0.0, 0.7)]
 RATIOS = (
     ("transformers-assisted", "transformers"),
-    ("transformers-assisted-k", "transformers"),
     ("engine-plain", "transformers"),
     ("engine-plain", "vllm-plain"),
     ("engine-speculative", "vllm-plain"),

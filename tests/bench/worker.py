@@ -18,8 +18,6 @@ from tests.bench.workload import Arm, Cell, Workload
 
 END_TIMEOUT_S = 120.0
 BATCH = TypeAdapter(Batch)
-ASSISTED = "transformers-assisted"
-"""With transformers' own draft length; `transformers-assisted-k` has ours."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """What served workers start with; transformers and the engine in process get the same."""
 
@@ -36,15 +34,15 @@ def make_method(name: str, workload: Workload) -> Method:
 
     if name == "transformers":
         return TransformersMethod(workload)
-    if name.startswith(ASSISTED):
-        return AssistedMethod(workload, None if name == ASSISTED else k)
+    if name == "transformers-assisted":
+        return AssistedMethod(workload)
     place, arm = name.split("-", 1)
     return (EngineMethod if place == "engine" else ServeMethod)(workload, Arm.of(arm, k))
 
 
 def cells_of(name: str, workload: Workload) -> list[Cell]:
     """Return the cells that a method has a row in: assisted generation takes one prompt."""
-    return [cell for cell in workload.cells if cell.batch_size == 1 or not name.startswith(ASSISTED)]
+    return [cell for cell in workload.cells if cell.batch_size == 1 or name != "transformers-assisted"]
 
 
 class Worker:

@@ -35,7 +35,7 @@ class Plan:
 
     def body(self, index: int, arm: Arm, *, cache_salt: str) -> dict[str, Any]:
         """Return a request's body for an arm; only `speculative` and the salt differ between arms."""
-        body = self._common(index) | {"stream": True, "stream_options": {"include_usage": True}}
+        body = self._common(index)
         if self.server.has_extensions:
             body |= extension_fields(cache_salt)
             body["speculative"] |= arm.fields()
@@ -45,8 +45,7 @@ class Plan:
 
     def reference_body(self, index: int, *, has_extensions: bool) -> dict[str, Any]:
         """Return the body that asks a reference for the same text, without drafts."""
-        body = self._common(index) | {"stream": True, "stream_options": {"include_usage": True}}
-        return body | ({"speculative": {"enabled": False}} if has_extensions else {})
+        return self._common(index) | ({"speculative": {"enabled": False}} if has_extensions else {})
 
     def _common(self, index: int) -> dict[str, Any]:
         prompt = self._prompt(index)
@@ -55,6 +54,8 @@ class Plan:
             **prompt_fields(self.options.endpoint, prompt.content),
             "max_tokens": prompt.num_tokens or self.options.max_tokens,
             "temperature": self.options.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
         if self.options.temperature:
             body["seed"] = self.options.seed + index
@@ -91,12 +92,14 @@ async def make_plan(options: Options, client: Client, server: Server) -> Plan:
                 f"{num_cut} of the trace's {len(arrivals)} requests were cut to {room - max_tokens} prompt tokens and "
                 f"{max_tokens} new ones (--max-tokens; the model takes {server.max_model_len})"
             )
-    contents = [
-        text.about(arrival.num_prompt_tokens, seed, arrival.block_ids) if arrival.prompt is None else arrival.prompt
-        for seed, arrival in enumerate(arrivals)
-    ]
-    domain = options.trace.stem
     replayed = [
-        Prompt(content, domain, arrival.num_tokens) for content, arrival in zip(contents, arrivals, strict=True)
+        Prompt(
+            text.about(arrival.num_prompt_tokens, seed, arrival.block_ids)
+            if arrival.prompt is None
+            else arrival.prompt,
+            domain=options.trace.stem,
+            num_tokens=arrival.num_tokens,
+        )
+        for seed, arrival in enumerate(arrivals)
     ]
     return Plan(replayed, options, server, [arrival.time_s for arrival in arrivals], notes)

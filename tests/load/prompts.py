@@ -59,17 +59,13 @@ def read_prompts(sources: Sequence[str], *, seed: int) -> list[Prompt]:
     return prompts
 
 
-def bundled_prompts() -> Path:
-    """Return the file of the bundled pair's prompts, without importing the package, which would load torch."""
-    package = find_spec("engine")
-    assert package is not None
-    assert package.origin is not None
-    return Path(package.origin).parent / "pair" / "prompts.txt"
-
-
 def _path(source: str) -> Path:
+    """Return the file of a source; for the bundled pair's, without importing the package, which would load torch."""
     if source == "bundled":
-        return bundled_prompts()
+        package = find_spec("engine")
+        assert package is not None
+        assert package.origin is not None
+        return Path(package.origin).parent / "pair" / "prompts.txt"
     shared = SHARED_PROMPTS / f"{source}.jsonl"
     return shared if shared.is_file() else Path(source)
 

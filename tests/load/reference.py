@@ -34,17 +34,16 @@ class Difference:
 
 def differences(records: Sequence[Record], texts: Mapping[int, str]) -> list[Difference]:
     """Return the successful requests whose text is not the reference's text for the same number."""
-    found = []
+    differing = []
     for record in records:
         expected = texts[record.index] if record.is_ok else record.text
         if record.text != expected:
             pairs = enumerate(zip(record.text, expected, strict=False))
             shorter = min(len(record.text), len(expected))
             position = next((i for i, (actual, other) in pairs if actual != other), shorter)
-            found.append(
-                Difference(record.index, record.arm, record.turn, position, expected[position:], record.text[position:])
-            )
-    return found
+            pieces = expected[position:], record.text[position:]
+            differing.append(Difference(record.index, record.arm, record.turn, position, *pieces))
+    return differing
 
 
 async def reference_texts(plan: Plan, records: Sequence[Record]) -> dict[int, str]:

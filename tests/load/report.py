@@ -40,22 +40,22 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        slo, found = self.slo, []
+        slo, problems = self.slo, []
         for name, summary in self.summaries.items():
             if not summary["num_ok"]:
-                found.append(f"no request of arm {name} succeeded")
+                problems.append(f"no request of arm {name} succeeded")
             if not self.levels:  # a sweep overloads the server on purpose
                 failures = summary["failures"].items()
-                found += [f"{count} requests of arm {name}: {outcome}" for outcome, count in failures]
+                problems += [f"{count} requests of arm {name}: {outcome}" for outcome, count in failures]
             if slo and self.levels and not capacity(self.levels, name):
-                found.append(f"arm {name} misses the SLO at the first load already: {slo}")
+                problems.append(f"arm {name} misses the SLO at the first load already: {slo}")
             elif slo and not self.levels and not slo.is_met(self._records(name)):
-                found.append(f"arm {name} misses the SLO ({summary['good_share']:.4f} of the requests): {slo}")
+                problems.append(f"arm {name} misses the SLO ({summary['good_share']:.4f} of the requests): {slo}")
         differing = self.differing or ()
-        found += [str(difference) for difference in differing[:_MAX_SHOWN]]
+        problems += [str(difference) for difference in differing[:_MAX_SHOWN]]
         if len(differing) > _MAX_SHOWN:
-            found.append(f"{len(differing) - _MAX_SHOWN} more texts differ")
-        return found
+            problems.append(f"{len(differing) - _MAX_SHOWN} more texts differ")
+        return problems
 
     def notes(self) -> list[str]:
         notes = list(self.run.plan.notes)

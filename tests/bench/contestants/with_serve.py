@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppConfig
@@ -23,7 +22,7 @@ from tests.bench.contestants.processes import freeze, thaw
 from tests.bench.contestants.readings import acceptance_of, split_between
 from tests.bench.figures import Batch
 from tests.bench.workload import Arm, Cell, Workload
-from tests.e2e.servers import free_port
+from tests.e2e.servers import free_port, wait_until_ok
 from tests.load.client import data_of_events
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +30,6 @@ ENVIRONMENT = {
     "RAY_ADDRESS": "local",  # a cluster of its own, whatever else runs on this machine
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 120.0
 FIRST_SETTLE_S = 2.0
@@ -77,7 +75,7 @@ class Server:
             )
         self.pid = self._process.pid
         try:
-            self._wait()
+            wait_until_ok(f"{self.url}/health", self._process, self._log)
         except BaseException:
             self.close()
             raise
@@ -106,17 +104,6 @@ class Server:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         self._folder.cleanup()
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.25)
-        raise RuntimeError(f"the application did not start:\n{self._log.read_text()[-4000:]}")
 
 
 class ServeMethod:

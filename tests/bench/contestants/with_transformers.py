@@ -52,12 +52,11 @@ class TransformersMethod:
 
 
 class AssistedMethod(TransformersMethod):
-    """Assisted generation. Without `num_speculative_tokens` the draft length is transformers' own, by confidence."""
+    """Assisted generation, whose draft length is transformers' own, by confidence."""
 
-    def __init__(self, workload: Workload, num_speculative_tokens: int | None) -> None:
+    def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        self.num_speculative_tokens = num_speculative_tokens
-        assistant = load_assistant(workload, num_speculative_tokens)
+        assistant = load(workload, workload.draft)
         self._num_draft_tokens = 0
         assistant.register_forward_hook(self._count)
         self._options = {"assistant_model": assistant}
@@ -97,13 +96,3 @@ def load(workload: Workload, path: str) -> Any:
     model = model.to(device).eval()
     model.generation_config.eos_token_id = None
     return model
-
-
-def load_assistant(workload: Workload, num_tokens: int | None) -> Any:
-    """Load the draft as an assistant with a fixed draft length, or transformers' own."""
-    assistant = load(workload, workload.draft)
-    if num_tokens is not None:
-        assistant.generation_config.num_assistant_tokens = num_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
-    return assistant

@@ -7,7 +7,6 @@ import ray
 
 from cluster import worker_set
 from cluster.config import GroupConfig
-from cluster.transport import Endpoint
 from cluster.worker_set import WorkerDiedError, WorkerSet, introduce
 from cluster.workers.actors import WorkerProcess
 from engine.config import CompileProgress, ModelConfig
@@ -29,16 +28,8 @@ class Method:
 
 class FakeActor:
     def __init__(self, rank, node_id="node 1"):
-        self.clients = []
         self.ended = asyncio.get_running_loop().create_future()
-        endpoint = Endpoint(node_id, "", "127.0.0.1", rank, "certificate")
-
-        def listen(identity):
-            self.clients.append(identity)
-            return endpoint
-
         self.begin = Method(lambda log_format: WorkerProcess(100 + rank, node_id))
-        self.listen = Method(listen)
         self.serve = self
 
     def remote(self):

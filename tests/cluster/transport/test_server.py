@@ -6,8 +6,7 @@ import socket
 import struct
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from cluster.transport.credentials import Credentials, tls_context
 from cluster.transport.frames import frame
 from engine.errors import TargetError
 from tests.cluster.wire import NODE_ID, in_thread, linked, ping, pong, serving
+from tests.waiting import wait_until
 
 RESET = struct.pack("ii", 1, 0)  # linger for 0 s: closing sends a reset
 
@@ -41,14 +41,6 @@ def connect_by_tls(server: Listener, credentials: Credentials) -> socket.socket:
 def assert_answers(connection: socket.socket, number: int = 1) -> None:
     connection.sendall(frame(encode(ping(number))))
     assert connection.recv(1000) == frame(encode(pong(ping(number))))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("the condition did not become true")
 
 
 def test_a_malformed_message_is_dropped(server, credentials):
@@ -85,7 +77,7 @@ def test_a_client_without_tls_is_refused(server):
         with contextlib.suppress(ConnectionResetError):
             while plain.recv(1000):
                 pass
-    wait_for(lambda: server._num_refused == 1)
+    wait_until(lambda: server._num_refused == 1)
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
@@ -98,7 +90,7 @@ def test_a_client_that_leaves_before_its_handshake_is_not_accepted(credentials, 
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         client.sendall(frame(encode(ping(1))))
     with in_thread(serving):
-        wait_for(lambda: server._num_refused == 1)
+        wait_until(lambda: server._num_refused == 1)
         assert server._client is None
 
 
@@ -110,12 +102,12 @@ def test_slow_handshakes_do_not_delay_the_client(server, credentials, monkeypatc
         with connect_by_tls(server, credentials) as client:
             assert_answers(client)
         assert connections[0].recv(1) == b""  # the oldest ones made room
-        wait_for(lambda: server._num_refused == 16)
+        wait_until(lambda: server._num_refused == 16)
 
 
 def test_a_handshake_that_began_earlier_does_not_replace_a_later_client(server, credentials):
     with connect_by_tcp(server) as slow:
-        wait_for(lambda: server._handshakes)
+        wait_until(lambda: server._handshakes)
         with connect_by_tls(server, credentials) as later:
             assert_answers(later)
             context = tls_context(credentials, server.endpoint.certificate, is_server=False)
@@ -146,7 +138,7 @@ def test_the_folder_is_removed_once_a_client_is_accepted(server, credentials, by
     with socket.socket(socket.AF_UNIX) if by == "unix socket" else connect_by_tls(server, credentials) as client:
         if by == "unix socket":
             client.connect(server.endpoint.path)
-        wait_for(lambda: not folder.exists())
+        wait_until(lambda: not folder.exists())
 
 
 def test_with_too_long_a_path_clients_connect_by_tls(credentials, monkeypatch, tmp_path):

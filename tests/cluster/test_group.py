@@ -17,12 +17,11 @@ from cluster.leases import Lease
 from cluster.memory_plan import MemoryPlan
 from cluster.transport import Connector, Endpoint
 from cluster.worker_set import WorkerDiedError
-from cluster.workers.responder import TargetResponder
 from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
 from engine.errors import TargetError
 from engine.execution.memory import CacheSize
 from engine.models.registry import open_model
-from tests.cluster.fakes import FakeLink, SumVerifier, answering, process_ids
+from tests.cluster.fakes import FakeLink, answering, process_ids
 from tests.waiting import wait_for
 
 CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft"), EngineConfig(num_blocks=39), start_timeout_s=5.0)
@@ -36,20 +35,13 @@ def sources(config):
 class Workers:
     """What `start_target` and `start_draft` return: two ranks, or a draft worker."""
 
-    def __init__(self, pid: int, version: int, cache: CacheSize, on_break: Callable[[str], None] | None) -> None:
+    def __init__(self, pid: int, cache: CacheSize, on_break: Callable[[str], None] | None) -> None:
         self.cache = cache
         self.loaded = [SimpleNamespace(vocab_size=1000)] * 2
         self.info = SimpleNamespace(name=f"draft {pid}")
         self.actors = [SimpleNamespace(lease=SimpleNamespace(remote=self.lease))]
         self.processes = [SimpleNamespace(pid=pid), SimpleNamespace(pid=pid + 1)]
-        self.links = [
-            FakeLink(
-                TargetResponder(SumVerifier(), rank=rank, capacity=4, version=version).answer,
-                version=version,
-                on_break=on_break,
-            )
-            for rank in range(2)
-        ]
+        self.links = [answering(lambda _: None, on_break=on_break) for _ in range(2)]
         self.is_killed = False
         self.compiling: list[CompileProgress] = []
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -96,24 +88,25 @@ class Starts:
         if self.failures:
             raise self.failures.pop(0)
         pid = self.first_pid + 10 * len(self.workers)
-        self.workers.append(Workers(pid, version, cache, on_break))
+        self.workers.append(Workers(pid, cache, on_break))
         return self.workers[-1]
+
+
+def starts_at(name: str, first_pid: int, monkeypatch: pytest.MonkeyPatch) -> Starts:
+    starts = Starts(first_pid)
+    starts.may_load.set()
+    monkeypatch.setattr(group_module, name, starts)
+    return starts
 
 
 @pytest.fixture
 def targets(monkeypatch: pytest.MonkeyPatch) -> Starts:
-    starts = Starts(100)
-    starts.may_load.set()
-    monkeypatch.setattr(group_module, "start_target", starts)
-    return starts
+    return starts_at("start_target", 100, monkeypatch)
 
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Starts:
-    starts = Starts(500)
-    starts.may_load.set()
-    monkeypatch.setattr(group_module, "start_draft", starts)
-    return starts
+    return starts_at("start_draft", 500, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """From the blocks of the target's rank 0 to the draft worker's store, over real sockets."""
 
-import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from cluster.protocol.messages import Failure, Features, PrefixMissing, decode_request, encode
-from cluster.transport import Connector, Endpoint
+from cluster.transport import Connector
 from cluster.workers import features as features_module
 from cluster.workers.features import FeatureSource, receiver
 from engine.drafting.model.feature_store import FeatureStore
@@ -44,21 +43,11 @@ def row(request_id: str, length: int, *, start: int = 0, blocks: Sequence[int] =
 
 
 class Rig:
-    """Rank 0, and the draft worker's end, which can be killed and started again."""
+    """Rank 0, and the draft worker's store."""
 
     def __init__(self) -> None:
-        self.verifier = StatesVerifier()
-        self.source = FeatureSource(self.verifier, Connector(NODE_ID), version=3)  # type: ignore[arg-type]
-        self._stack = contextlib.ExitStack()
-
-    def start_draft(self) -> Endpoint:
-        self.store = FeatureStore(0.0)
-        self.server = self._stack.enter_context(serving(self.source.identity, receiver(self.store, "1/")))
-        self.source.connect(self.server.endpoint)
-        return self.server.endpoint
-
-    def kill_draft(self) -> None:
-        self._stack.close()
+        self.verifier, self.store = StatesVerifier(), FeatureStore(0.0)
+        self.source = FeatureSource(self.verifier, Connector(NODE_ID), version=3)
 
     async def round(self, *rows: VerifyRow) -> None:
         await self.source.verify(rows)
@@ -77,9 +66,9 @@ class Rig:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     rig = Rig()
-    rig.start_draft()
-    yield rig
-    rig.kill_draft()
+    with serving(rig.source.identity, receiver(rig.store, "1/")) as server:
+        rig.source.connect(server.endpoint)
+        yield rig
 
 
 async def test_the_features_of_committed_tokens_arrive_each_once_accepted_drafts_included(rig):

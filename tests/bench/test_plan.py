@@ -20,8 +20,8 @@ TARGET, DRAFT = device("h100x4-70b", 10.0, num_gpus=4), device("l4-1b", 1.0)
 
 def test_every_arm_by_hand():
     """Half of first tokens and a quarter of second ones: k = 2 brings 1.75 tokens; a pass takes 10 ms, a draft's 1."""
-    found = list(choices(TARGET, [DRAFT], [0.5, 0.25], PRICE, [8], [2], wanted_per_s=5000))
-    by_arm = {one.arm: one for one in found}
+    planned = list(choices(TARGET, [DRAFT], [0.5, 0.25], PRICE, [8], [2], wanted_per_s=5000))
+    by_arm = {choice.arm: choice for choice in planned}
     plain, turn, ahead = by_arm["no draft"], by_arm["own draft in turn"], by_arm["own draft ahead"]
     assert (plain.k, plain.gpus, plain.dollars_per_hour, plain.replicas) == (0, 4, 12.0, 7)
     assert plain.tokens_per_s == pytest.approx(800)

@@ -38,3 +38,10 @@ def test_batches_alternate_where_a_draft_worker_needs_nothing_of_the_target(draf
     draft = CONFIG.draft if method_of(drafting).runs_in == "draft" else None
     config = replace(CONFIG, engine=EngineConfig(drafting=drafting), draft=draft, run_ahead=run_ahead)
     assert config.overlaps == expected
+
+
+def test_a_decoder_only_target_is_left_as_it_is_with_a_draft_or_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    model = ModelConfig(str(tmp_path))
+    source, config = open_model(model), GroupConfig(model, model, run_ahead="on")
+    assert all(suited_to_models(config, source, draft) is config for draft in (source, None))

@@ -43,7 +43,9 @@ class Rig:
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(keep_lease(self, self, self.drafter, 4, lambda one: self.taken.append(one.worker)))
+        task = asyncio.create_task(
+            keep_lease(self, self, self.drafter, 4, lambda lease: self.taken.append(lease.worker))
+        )
         try:
             yield
         finally:
@@ -81,7 +83,7 @@ async def test_a_worker_that_hangs_costs_one_wait_and_is_not_waited_for_again():
         await wait_for(lambda: rig.taken == ["one", "two"])
         assert await rig.propose(1, 2, 3) == [1, 2, 3]
     assert rig.drafter.fallbacks == {"timeout": 1}
-    assert [type(one).__name__ for one in rig.links[0].requests] == ["Ping", "Propose"]
+    assert [type(request).__name__ for request in rig.links[0].requests] == ["Ping", "Propose"]
 
 
 async def test_a_worker_that_answers_no_ping_while_no_round_runs_is_replaced(monkeypatch):

@@ -51,7 +51,7 @@ async def test_every_rank_runs_every_round_and_rank_0_decides(side):
         assert verdict.token_ids == [sum(tokens) % VOCAB]
         tokens += verdict.token_ids
     assert side.verifiers[0].seen == side.verifiers[1].seen
-    assert [one.decided for one in side.verifiers] == [[True] * 4, [False] * 4]
+    assert [verifier.decided for verifier in side.verifiers] == [[True] * 4, [False] * 4]
     assert side.links[0].requests == side.links[1].requests
     assert side.verifier.calls.wait_s > side.verifier.calls.compute_s > 0
     assert side.verifier.unprepared == dict(PREPARATION.counts)
@@ -152,8 +152,8 @@ async def test_a_round_is_sent_before_the_one_before_it_has_ended(side):
     rounds = [begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [3, 4]), verify_row("c", [5, 6]))]
     await asyncio.sleep(0)
     assert [request.round for request in side.links[0].requests] == [1, 2]
-    assert not any(one.done() for one in rounds)
-    assert [[verdict.token_ids for verdict in await one] for one in rounds] == [[[3]], [[7], [11]]]
+    assert not any(each.done() for each in rounds)
+    assert [[verdict.token_ids for verdict in await each] for each in rounds] == [[[3]], [[7], [11]]]
 
 
 async def test_a_round_in_flight_adds_to_the_deadline_of_the_next(side):
@@ -172,12 +172,12 @@ async def test_rounds_in_flight_are_measured_from_the_end_of_the_one_before(monk
     monkeypatch.setattr(remote_verifier.time, "perf_counter", lambda: now_s)
     for _ in range(12):
         rounds = [begin(side, verify_row(name, ids)) for name, ids in tokens.items()]
-        for ids, one in zip(tokens.values(), rounds, strict=True):
+        for ids, each in zip(tokens.values(), rounds, strict=True):
             while not replies:
                 await asyncio.sleep(0)
             now_s += round_s
             arrive(*replies.pop(0))
-            ids += (await one)[0].token_ids
+            ids += (await each)[0].token_ids
     assert side.verifier.calls.wait_s == pytest.approx(now_s)
     own_s = 20 * round_s
     assert [request.deadline_s for request in side.links[0].requests[-2:]] == [own_s, 2 * own_s]
@@ -190,9 +190,9 @@ async def test_a_lost_connection_ends_both_rounds_and_neither_touches_the_ranks_
     side.links[1].break_connection("the worker closed the connection")
     side.connect(2)
     late = begin(side, verify_row("c", [1, 2]))
-    for one in rounds:
+    for each in rounds:
         with pytest.raises(TargetError, match="the worker closed the connection"):
-            await one
+            await each
     assert [verdict.token_ids for verdict in await late] == [[3]]
     assert side.verifier.is_available
     assert not side.verifier._due_s
@@ -264,7 +264,7 @@ async def test_a_request_that_ends_in_flight_is_released_once_behind_its_round(s
     await asyncio.gather(first, second, third)
     await begin(side, verify_row("b", [1, 2, 3]))
     assert [request.released for request in side.links[0].requests] == [[], [], ["a"], []]
-    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
+    assert [verifier.released for verifier in side.verifiers] == [["a"], ["a"]]
     assert "a" not in side.verifier._acknowledged._lengths
 
 
@@ -281,7 +281,7 @@ async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight(side):
     row.request.token_ids.append(9)
     again = replace(row, start=2)
     assert [verdict.token_ids for verdict in await begin(side, again)] == [[24]]
-    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
+    assert [verifier.released for verifier in side.verifiers] == [["a"], ["a"]]
     assert side.links[0].requests[-1].rows[0].prefix.offset == 2
 
 

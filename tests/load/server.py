@@ -82,7 +82,7 @@ async def survey(client: Client, endpoint: Endpoint, model: str | None) -> Serve
         max_model_len=card.get("max_model_len"),
         has_extensions=len(answers) == 1,
         version=version.json() if version.status_code == httpx.codes.OK else {},
-        compiles_for_s=max((one["compiling"]["left_s"] for one in routers if "compiling" in one), default=0),
+        compiles_for_s=max((router["compiling"]["left_s"] for router in routers if "compiling" in router), default=0),
     )
 
 

@@ -82,11 +82,11 @@ class Rig:
 
     def send(self, version: int, rows, *, deadline_s: float = 1e6, released=(), runs_ahead: bool = False) -> None:
         entries = []
-        for one in rows:
-            name, tokens = one.request.request_id, one.request.token_ids
+        for entry in rows:
+            name, tokens = entry.request.request_id, entry.request.token_ids
             offset = self.seen.get((version, name), 0)
-            params = None if offset else one.request.params
-            entries.append(ProposeEntry(PrefixDelta(name, offset, tokens[offset:], 3, params), one.num_draft_tokens))
+            params = None if offset else entry.request.params
+            entries.append(ProposeEntry(PrefixDelta(name, offset, tokens[offset:], 3, params), entry.num_draft_tokens))
             self.seen[version, name] = len(tokens)
         self.round[version] += 1
         request = Propose(self.round[version], version, deadline_s, list(released), entries, runs_ahead)
@@ -165,8 +165,8 @@ def test_equal_shares_of_a_pass(sizes, room, shares):
         def __init__(self, number, size):
             self.number, self.missing = number, [None] * size
 
-    shared = share_rows([Waiting(*one) for one in enumerate(sizes)], room)
-    assert {one.number: count for one, count in shared.items()} == shares
+    shared = share_rows([Waiting(*numbered) for numbered in enumerate(sizes)], room)
+    assert {waiting.number: count for waiting, count in shared.items()} == shares
 
 
 def test_a_long_text_is_caught_up_with_between_the_drafts_of_others_a_chunk_at_a_time():
@@ -205,9 +205,9 @@ SAMPLED = [{"verification": "rejection"}, {"verification": "block"}]
 SAMPLED_TREES = [TREES | {"verification": "rejection"}, TREES | {"verification": "k_sequential"}]
 
 
-def check_right(draft, one, settings):
+def check_right(draft, proposed, settings):
     """Assert that a draft may be short or empty, but not other than a fresh drafter's."""
-    tokens, before = one.request.token_ids, paths(draft)
+    tokens, before = proposed.request.token_ids, paths(draft)
     if settings in SAMPLED_TREES:  # their shapes depend on earlier rounds
         for node, parent in enumerate(draft.parents):
             if parent not in draft.parents[:node] or settings["verification"] == "k_sequential":
@@ -219,7 +219,7 @@ def check_right(draft, one, settings):
         check(draft, tokens, PARAMS, MODEL)
     else:
         count = len(draft.token_ids)
-        (whole,) = fresh(replace(one, num_draft_tokens=max(one.num_draft_tokens, 1)), **settings)
+        (whole,) = fresh(replace(proposed, num_draft_tokens=max(proposed.num_draft_tokens, 1)), **settings)
         assert draft.token_ids == whole.token_ids[:count]
         assert (draft.top_ids or []) == (whole.top_ids or [])[:count]
 
@@ -268,8 +268,8 @@ def test_whatever_others_do_and_whichever_passes_fail_drafts_are_those_of_a_fres
             rig.run()
         if len(rig.replies[version]) < rig.round[version] or isinstance(rig.replies[version][-1], Failure):
             return {}
-        for one, draft in zip(rows, rig.drafts(version), strict=True):
-            check_right(draft, one, settings)
+        for proposed, draft in zip(rows, rig.drafts(version), strict=True):
+            check_right(draft, proposed, settings)
         return dict(zip(counts, rig.drafts(version), strict=True))
 
     for _ in range(150):

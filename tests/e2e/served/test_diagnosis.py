@@ -45,7 +45,7 @@ def test_processes_are_not_killed_without_the_demo_page(url):
 
 
 def test_a_server_is_examined(url):
-    findings = {one["subject"]: one for one in json.loads(run("doctor", "--url", url, "--json")[1])}
+    findings = {finding["subject"]: finding for finding in json.loads(run("doctor", "--url", url, "--json")[1])}
     assert {findings[name]["level"] for name in ("health", "version", "pace")} == {"ok"}
     assert {"speed-up", "drafts", "acceptance", "recoveries", "queue"} <= findings.keys()
     assert "server" not in findings

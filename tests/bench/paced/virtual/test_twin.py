@@ -75,7 +75,7 @@ def test_alternating_cohorts_take_the_cycle_that_the_design_says(models, target_
     draft_s = K * 1e-3
     (stretch,), twin = timed(models, pair(target_s), "alternate", 4)
     cycle_s = max(2 * target_s, 2 * draft_s, draft_s + target_s)
-    pairs = [one + other for one, other in zip(stretch.rounds_s, stretch.rounds_s[1:], strict=False)]
+    pairs = [first + second for first, second in zip(stretch.rounds_s, stretch.rounds_s[1:], strict=False)]
     assert pairs == pytest.approx([cycle_s] * len(pairs))
     if target_s > draft_s:
         assert twin.groups[0].gpus.busy_s == pytest.approx(twin.loop.time(), rel=0.05), "the target is never idle"

@@ -22,6 +22,7 @@ FORBIDDEN = {
 
 MIRRORED_ELSEWHERE = {
     "engine/drafting/assembly.py": "tests/engine/test_llm.py and tests/cluster/test_heads.py load with it",
+    "cluster/transport/credentials.py": "tests/cluster/transport/test_link.py and test_inbox.py",
     "deployments/cli/settings.py": "tests/test_readme.py",
     "deployments/openai/types.py": "tests/deployments/openai/test_refusals.py and test_accepted_fields.py",
     "deployments/prompts/grammar_process.py": "tests/deployments/prompts/test_grammar_compiler.py",

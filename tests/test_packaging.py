@@ -15,7 +15,7 @@ from tests.test_layering import ROOT
 PACKAGES = ("engine", "cluster", "deployments")
 DATA = ("*.md", "*.py", "*.typed", "*.cpp", "*.h", "*.html", "*.js", "*.json", "*.css", "*.svg")
 """Files of the packages that are read when they run; the bundled pair's are all files of its folder."""
-OWN_TESTS = {"ci.py", "conftest.py", "fake_server.py"}
+OWN_TESTS = {"ci.py"}
 
 
 @pytest.fixture(scope="module")

@@ -15,31 +15,32 @@ that thread pools and allocators do not disturb each other, and each cell is war
 exist at the same time and take the batches of a cell in turn, in an order that changes, while the others sleep: a
 machine's speed drifts by half over minutes, and so it drifts for all of them alike. A ratio is the median, over turns,
 of the two methods' speeds in the same turn. No method may keep the keys and values of an earlier prompt. transformers
-runs at its best ordinary setting (sdpa attention; assisted generation both with its own draft length and with ours, the
-faster one counts). A served stream is timed by its client.
+runs at its ordinary setting (sdpa attention; assisted generation chooses its draft length itself). A served stream is
+timed by its client.
 """
 
 import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
 
-from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, Dtype, Verification
+from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, Verification
 from engine.errors import PacelineError
-from tests.bench.abuse import abuse
+from tests.bench.abuse import ABUSES, EACH_S, outcomes, show_abuse
 from tests.bench.compare import CELLS, compile_models, show, write
-from tests.bench.methods.comparison import Selection, methods
+from tests.bench.contestants.with_serve import Server
+from tests.bench.methods.comparison import methods
 from tests.bench.paced.comparison import paced
 from tests.bench.paced.roofline import PacedDevice
 from tests.bench.paced.virtual.commands import PAIRS, PARTS, twin
-from tests.bench.paced.virtual.measures import HIDDEN_ARMS
-from tests.bench.plan import accepted_of, plan, read_prices
+from tests.bench.plan import BATCH_SIZES, POOLS, accepted_of, choices, read_prices, show_plan
 from tests.bench.turns import collect
 from tests.bench.workload import Arm, Cell, Workload, read_prompts
 
@@ -72,10 +73,10 @@ def _measure(command: Command, options: Namespace, console: Console) -> list[str
     workload = Workload(
         target=str(options.target),
         draft=str(options.draft),
-        dtype=options.dtype,
+        dtype="auto",
         device="auto",
         compile="auto",
-        num_threads=options.threads,
+        num_threads=len(os.sched_getaffinity(0)),
         prompts=read_prompts(str(options.target)),
         cells=CELLS,
         num_tokens=options.num_tokens,
@@ -97,16 +98,14 @@ def parse(arguments: list[str]) -> Namespace:
         command.set_defaults(run=partial(_measure, run))
         command.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
         command.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
-        command.add_argument("--dtype", choices=get_args(Dtype), default="auto")
-        command.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
         command.add_argument("--num-tokens", type=int, default=num_tokens, help="new tokens per prompt")
         command.add_argument("--turns", type=int, help="batches of each cell")
-        command.add_argument("--json", type=Path, help="where the rows go")
         return command
 
     compare = add("compare", _compare)
     compare.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="these methods")
     compare.add_argument("--peers", action="store_true", help="vLLM, too (`make bench-peers`)")
+    compare.add_argument("--json", type=Path, help="where the rows go")
     add("abuse", _abuse)
     arms_help = "plain, speculative, adaptive, fixed-K; with -run-ahead behind it, or run-ahead alone"
     paced = add("paced", _paced, num_tokens=256)
@@ -119,37 +118,24 @@ def parse(arguments: list[str]) -> Namespace:
     virtual.add_argument("parts", nargs="+", choices=tuple(PARTS), help="what is measured")
     virtual.add_argument("--pairs", nargs="+", default=PAIRS, help="devices and models")
     virtual.add_argument("--rows", type=_integers, default=(1, 8, 32, 64, 256), help="requests of a group")
-    virtual.add_argument("--arms", nargs="+", default=HIDDEN_ARMS, help="of `hidden`; see `paced.group.Arm`")
-    virtual.add_argument("--temperature", type=float, default=0.7)
     virtual.add_argument("--groups", type=_integers, default=(1, 2, 4, 6, 8), help="of `pool`: those of one draft GPU")
-    virtual.add_argument("--pool-arm", default="run-ahead", help="of `pool`")
     virtual.add_argument("--seeds", type=int, default=3, help="repetitions with other prompts and noise")
     virtual.add_argument("--warm", type=int, default=64, help="tokens of each request before the time is taken")
     virtual.add_argument("--num-tokens", type=int, default=64, help="timed tokens of each request, on average")
-    virtual.add_argument("--json", type=Path, help="where the rows go")
     planned = commands.add_parser("plan", formatter_class=ArgumentDefaultsHelpFormatter)
     planned.set_defaults(run=_plan)
     planned.add_argument("--target", default="h100x4-70b", help="devices and model, as %(default)s")
     planned.add_argument("--drafts", nargs="+", default=("h100-1b", "l4-1b"), help="devices and models of drafts")
-    planned.add_argument("--acceptance", default="0.75", help="a rate, rates by position, or evaluate's JSON file")
-    planned.add_argument("--temperature", default="0.7", help="which of that file's")
-    planned.add_argument(
-        "--prices", type=Path, help="JSON: dollars for a GPU and an hour, by its name (default: examples)"
-    )
-    planned.add_argument("--batch-sizes", type=_integers, default=(1, 8, 32, 64, 256), help="requests of a group")
-    planned.add_argument("--pools", type=_integers, default=(1, 2, 4, 8), help="groups of one draft GPU")
+    planned.add_argument("--acceptance", default="0.75", help="a rate, or rates by position")
+    prices_help = "JSON: dollars for a GPU and an hour, by its name (default: examples)"
+    planned.add_argument("--prices", type=Path, help=prices_help)
     planned.add_argument("--tokens-per-s", type=float, help="of all replicas: how many are needed?")
-    planned.add_argument("--json", type=Path, help="where the rows go")
     methods = add("methods", _methods, num_tokens=48)
-    methods.add_argument("--head", type=Path, default=BUNDLED_HEAD, help="a trained head of the target")
     methods.add_argument("--large", action="store_true", help="on the large target")
     methods.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="who drafts")
     methods.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help="who verifies")
     methods.add_argument("--lengths", type=_integers, default=(2, 4, 8, 16), help="draft lengths, as 2,4,8,16")
-    adaptive = ("model", "model+suffix")
-    methods.add_argument("--adaptive", nargs="*", choices=METHODS, default=adaptive, help="speculation=adaptive, too")
     methods.add_argument("--batch-sizes", type=_integers, default=(1, 8), help="as 1,8")
-    methods.add_argument("--domains", nargs="+", default=[], help="these domains of text (default: all)")
     methods.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7), help="as 0,0.7")
     is_command = arguments and (arguments[0] in commands.choices or arguments[0] in ("-h", "--help"))
     return parser.parse_args(arguments if is_command else ["compare", *arguments])
@@ -167,10 +153,9 @@ def _compare(options: Namespace, workload: Workload, console: Console) -> list[s
 
 def _methods(options: Namespace, workload: Workload, console: Console) -> list[str]:
     if any(method.startswith("head") for method in options.methods):
-        workload = replace(workload, head=str(options.head))
+        workload = replace(workload, head=str(BUNDLED_HEAD))
     compile_models(workload, console)
-    selection = Selection(**{field.name: getattr(options, field.name) for field in fields(Selection)})
-    methods(workload, selection, console, json=options.json)
+    methods(options, workload, console)
     return []
 
 
@@ -179,20 +164,23 @@ def _paced(options: Namespace, workload: Workload, console: Console) -> list[str
         _ = Arm.of(arm, workload.num_speculative_tokens).settings
     cells = [Cell(size, heat) for size in options.streams for heat in options.temperatures]
     workload = replace(workload, device="cpu", cells=cells)
-    return paced(workload, options.pair, options.arms, console, json=options.json)
+    return paced(workload, options.pair, options.arms, console)
 
 
 def _plan(options: Namespace, console: Console) -> list[str]:
-    accepted, prices = accepted_of(options.acceptance, options.temperature), read_prices(options.prices)
+    accepted, prices = accepted_of(options.acceptance), read_prices(options.prices)
     target, drafts = PacedDevice.of(options.target), list(map(PacedDevice.of, options.drafts))
-    sizes = options.batch_sizes, options.pools
-    plan(target, drafts, accepted, prices, *sizes, options.tokens_per_s, console, json=options.json)
+    planned = choices(target, drafts, accepted, prices, BATCH_SIZES, POOLS, options.tokens_per_s)
+    show_plan(list(planned), target.name, console)
     return []
 
 
 def _abuse(options: Namespace, workload: Workload, console: Console) -> list[str]:
     compile_models(workload, console)
-    return abuse(workload, console)
+    with closing(Server(workload, {})) as server:
+        rows = list(outcomes(server.url, list(ABUSES), EACH_S))
+    show_abuse(rows, console)
+    return [problem for row in rows for problem in row.failures]
 
 
 def _integers(text: str) -> tuple[int, ...]:

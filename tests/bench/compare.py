@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +38,7 @@ RATIOS = (
 )
 
 
-COLUMNS = ("batch", "T", "method", "k", "tokens/s", "TTFT ms", "TPOT ms", "accepted", "length", "overhead ms")
+COLUMNS = ("batch", "T", "method", "k", "tokens/s", "accepted", "length", "overhead ms")
 
 
 def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
@@ -54,8 +53,6 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
                 row.name,
                 figure(row.num_speculative_tokens, "d"),
                 f"{row.tokens_per_s:.1f}",
-                f"{row.ttft_ms:.1f}",
-                f"{row.tpot_ms:.2f}",
                 figure(row.acceptance_rate, ".3f"),
                 figure(row.mean_acceptance_length, ".2f"),
                 figure(row.round_overhead_ms, ".2f"),
@@ -66,8 +63,7 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
         console.print(ratios)
 
 
-def write(rows: Iterable[Any], path: Path) -> None:
-    """Write rows, which are dataclasses, as a JSON list."""
+def write(rows: Iterable[Row], path: Path) -> None:
     path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
@@ -104,14 +100,14 @@ def _processor() -> str:
 
 
 def _ratios(rows: Sequence[Row]) -> Table:
-    found = {(row.name, row.cell): row for row in rows}
+    named = {(row.name, row.cell): row for row in rows}
     cells = list(dict.fromkeys(row.cell for row in rows))
     table = Table(title="Ratios of tokens per second", caption="medians of the turns' ratios", caption_justify="left")
     table.add_column("")
     for cell in cells:
         table.add_column(f"batch {cell.batch_size}, T={cell.temperature:g}", justify="right")
     for over, under in RATIOS:
-        pairs = [(found.get((over, cell)), found.get((under, cell))) for cell in cells]
+        pairs = [(named.get((over, cell)), named.get((under, cell))) for cell in cells]
         if any(first and second for first, second in pairs):
             values = [f"{paired_ratio(first, second):.2f}" if first and second else "-" for first, second in pairs]
             table.add_row(f"{over} / {under}", *values)

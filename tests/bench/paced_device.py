@@ -30,7 +30,6 @@ VARIABLE = "PACELINE_PACED"
 """The environment variable that names the devices of target and draft."""
 _SPIN_S = 130e-6
 """A sleep ends up to this much late, on Linux with its usual timer slack."""
-_LOG_S = 10.0
 
 
 def environment(pair: str) -> dict[str, str]:
@@ -41,8 +40,7 @@ def environment(pair: str) -> dict[str, str]:
 def pace(backend: Backend) -> Backend:
     """Pace a loaded model: one in a folder named `draft` as the draft of the named pair, any other as its target.
 
-    Raises:
-        ConfigError: the name is not one of a pair.
+    Raises ConfigError if the name is not one of a pair.
     """
     pair = Pair.of(os.environ[VARIABLE])
     return PacedBackend(backend, pair.draft if Path(backend.info.name).name == "draft" else pair.target)
@@ -70,15 +68,12 @@ class PacedBackend:
     """A backend whose passes take the time of a paced device; all else is done by the backend that it wraps.
 
     As on CUDA, `run` only launches a pass: the device computes one pass after another, and the host continues until
-    `wait`. The real compute takes place inside `run` and must fit into the pass; passes that did not fit are counted
-    and logged, and then take as long as the CPU took.
+    `wait`. The real compute takes place inside `run` and must fit into the pass; a pass that did not fit takes as long
+    as the CPU took.
 
     Args:
         accelerator: what computes the passes, where other backends use it, too.
         spin_s: a sleep ends up to this much late.
-
-    Attributes:
-        num_passes, num_late: launched passes, and those whose real compute took longer than the device would.
     """
 
     def __init__(
@@ -98,8 +93,6 @@ class PacedBackend:
         self._accelerator = accelerator or Accelerator()
         self._spin_s = spin_s
         self._ends = 0.0
-        self._next_log = 0.0
-        self.num_passes = self.num_late = 0
         self.info = replace(backend.info, device=f"paced:{paced.name}")
         logger.warning("%s: passes take the time of %s; this is not a GPU", self.info.name, paced.name)
 
@@ -111,10 +104,6 @@ class PacedBackend:
         launched = self._clock()
         output = self._backend.run(batch, draws)
         self._ends = self._accelerator.launch(launched, self._paced.pass_seconds(work_of(batch)))
-        self.num_passes += 1
-        if (now := self._clock()) > self._ends:
-            self.num_late += 1
-            self._log_late(now, now - self._ends)
         return output
 
     def wait(self) -> None:
@@ -128,18 +117,8 @@ class PacedBackend:
         return self._clock() < self._ends
 
     def beside(self, part: Part, kv: KVTensors) -> tuple[Backend, KVTensors]:
-        """Refuse: how long a thinned model's passes take is not known.
-
-        Raises:
-            ModelError: always.
-        """
+        """Refuse, because it is not known how long a thinned model's passes take; always raises ModelError."""
         raise ModelError(f"{self.info.device} cannot imitate a model that drafts for itself with some of its layers")
-
-    def _log_late(self, now: float, late_s: float) -> None:
-        if now >= self._next_log:
-            self._next_log = now + _LOG_S
-            text = "%s: %d of %d passes did not fit into the time of %s, the last one by %.1f ms"
-            logger.warning(text, self.info.name, self.num_late, self.num_passes, self._paced.name, late_s * 1e3)
 
 
 def work_of(batch: ForwardBatch) -> Work:

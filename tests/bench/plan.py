@@ -7,7 +7,7 @@ pass, so a draft takes longer the more of its time a pool is busy: `together` is
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from json import dumps, loads
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from tests.bench.paced.roofline import CONTEXT, HARDWARE, HIT_RATE, PacedDevice,
 
 PRICES: Mapping[str, float] = {"b200": 5.5, "h200": 3.8, "h100": 3.0, "a100": 1.8, "l40s": 1.0, "l4": 0.7}
 """US dollars for a GPU and an hour. Examples: prices are yours to give."""
+BATCH_SIZES, POOLS = (1, 8, 32, 64, 256), (1, 2, 4, 8)
+"""Requests of a group, and groups of one draft GPU."""
 MAX_LENGTH = 8
 """The longest draft that is considered where acceptance is one rate."""
 OVERLAPS: Mapping[Overlap, str] = {"none": "in turn", "ahead": "ahead", "alternate": "alternating"}
@@ -60,20 +62,6 @@ class Choice:
         return self.dollars_per_hour / 3600 / self.tokens_per_s * 1e6
 
 
-def plan(
-    target: PacedDevice, drafts: Sequence[PacedDevice], accepted: Sequence[float], prices: Mapping[str, float],
-    batch_sizes: Sequence[int], pools: Sequence[int], wanted_per_s: float | None, console: Console,
-    *, json: Path | None = None,
-) -> None:  # fmt: skip
-    """Print every arm at every batch size, and write them; arguments as of `choices`."""
-    found = list(choices(target, drafts, accepted, prices, batch_sizes, pools, wanted_per_s))
-    show(found, target.name, console)
-    if json is not None:
-        names = ("tokens_per_s_per_gpu", "dollars_per_million")
-        rows = [asdict(choice) | {name: getattr(choice, name) for name in names} for choice in found]
-        json.write_text(dumps(rows, indent=2) + "\n")
-
-
 def pooled_round_s(pair: Pair, batch_size: int, k: int, overlap: Overlap, num_groups: int) -> tuple[float, float]:
     """Return the time of a round of one of `num_groups` groups with one draft GPU, and how many share its passes.
 
@@ -82,7 +70,7 @@ def pooled_round_s(pair: Pair, batch_size: int, k: int, overlap: Overlap, num_gr
     """
     together = 1.0
     for _ in range(100):
-        round_s = pair.overlapped_s(batch_size, k, overlap, HIT_RATE, together)
+        round_s = pair.overlapped_s(batch_size, k, overlap, together=together)
         rows = (batch_size + 1) // 2 if overlap == "alternate" else batch_size
         times = 2 if overlap == "alternate" else 1
         busy_s = times * pair.draft_s(rows * together, k + (overlap == "ahead"))
@@ -117,12 +105,12 @@ def choices(
         yield best("no draft", "", size, 0, {0: Pair(target, target).target_s(size, 0)}, 0.0)
         for draft in {draft.model: replace(draft, hardware=target.hardware) for draft in drafts}.values():
             beside, name = Pair(target, draft), f"{_gpu(target)}-{draft.name.split('-')[1]}"
-            yield best("beside the target", name, size, 0, {k: beside.round_s(size, k) for k in lengths}, 0.0)
+            yield best("beside the target", name, size, 0, {k: beside.overlapped_s(size, k) for k in lengths}, 0.0)
         for draft in drafts:
             pair, price = Pair(target, draft), prices[_gpu(draft)]
             overlaps = [overlap for overlap in OVERLAPS if overlap != "alternate" or size > 1]
             for overlap in overlaps:
-                rounds = {k: pair.overlapped_s(size, k, overlap, HIT_RATE) for k in lengths}
+                rounds = {k: pair.overlapped_s(size, k, overlap) for k in lengths}
                 yield best(f"own draft {OVERLAPS[overlap]}", draft.name, size, 1, rounds, price)
             for num_groups in pools:
                 rounds = {
@@ -132,35 +120,24 @@ def choices(
                 yield best(f"pool of {num_groups} : 1", draft.name, size, num_groups, rounds, price / num_groups)
 
 
-def accepted_of(acceptance: str, temperature: str) -> list[float]:
-    """Return the share of drafts whose first i tokens are accepted, from a rate, from these shares, or from a file.
+def accepted_of(acceptance: str) -> list[float]:
+    """Return the share of drafts whose first i tokens are accepted, from a rate, or from these shares.
 
-    The file is what `python -m engine.training evaluate --json` writes.
-
-    Raises:
-        ConfigError: it is neither, or a number is not between 0 and 1.
+    Raises ConfigError if it is neither, or a number is not between 0 and 1.
     """
-    problem = f"acceptance is {acceptance!r}; it must be a rate, falling rates by position (0.8,0.6), or a JSON file"
-    if (path := Path(acceptance)).is_file():
-        try:
-            shares = loads(path.read_text())["temperatures"][temperature]["acceptance_per_position"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} has no acceptance per position at temperature {temperature}") from error
-        return [float(share) for share in shares]
     try:
         shares = [float(text) for text in acceptance.split(",")]
-    except ValueError as error:
-        raise ConfigError(problem) from error
-    if not all(0 <= share <= 1 for share in shares) or shares != sorted(shares, reverse=True):
-        raise ConfigError(problem)
+    except ValueError:
+        shares = []
+    if not shares or not all(0 <= share <= 1 for share in shares) or shares != sorted(shares, reverse=True):
+        raise ConfigError(f"acceptance is {acceptance!r}; it must be a rate, or falling rates by position (0.8,0.6)")
     return [shares[0] ** i for i in range(1, MAX_LENGTH + 1)] if len(shares) == 1 else shares
 
 
 def read_prices(path: Path | None) -> Mapping[str, float]:
     """Return US dollars for a GPU and an hour, by its name in lower case: the examples, and a file's in their place.
 
-    Raises:
-        ConfigError: it is no JSON object of prices of known GPUs.
+    Raises ConfigError if it is no JSON object of prices of known GPUs.
     """
     if path is None:
         return PRICES
@@ -173,33 +150,24 @@ def read_prices(path: Path | None) -> Mapping[str, float]:
     return {**PRICES, **given}
 
 
-def show(found: Sequence[Choice], target: str, console: Console) -> None:
+def show_plan(planned: Sequence[Choice], target: str, console: Console) -> None:
     """Print a table for each batch size, and what is best."""
-    for size in dict.fromkeys(choice.batch_size for choice in found):
+    for size in dict.fromkeys(choice.batch_size for choice in planned):
         title = f"{target}, {size} requests of {CONTEXT} tokens a group; by datasheets and a roofline, not measured"
         table = Table("arm", "draft", title=title)
-        for name in (
-            "k",
-            "tokens/s",
-            "of no draft",
-            "GPUs",
-            "tokens/s per GPU",
-            "of no draft",
-            "$/million",
-            "replicas",
-        ):
+        for name in ("k", "tokens/s", "of no draft", "per GPU", "of no draft", "$/million", "replicas"):
             table.add_column(name, justify="right")
-        here = [choice for choice in found if choice.batch_size == size]
+        here = [choice for choice in planned if choice.batch_size == size]
         plain = here[0]
         cheapest = min(here, key=lambda choice: choice.dollars_per_million)
-        for one in here:
-            per_gpu = one.tokens_per_s_per_gpu / plain.tokens_per_s_per_gpu
+        for choice in here:
+            per_gpu = choice.tokens_per_s_per_gpu / plain.tokens_per_s_per_gpu
             cells = (
-                f"{one.k}", f"{one.tokens_per_s:.0f}", f"{one.tokens_per_s / plain.tokens_per_s:.2f}",
-                f"{one.gpus:.2f}", f"{one.tokens_per_s_per_gpu:.0f}", f"{per_gpu:.2f}",
-                f"{one.dollars_per_million:.2f}", "" if one.replicas is None else str(one.replicas),
+                f"{choice.k}", f"{choice.tokens_per_s:.0f}", f"{choice.tokens_per_s / plain.tokens_per_s:.2f}",
+                f"{choice.tokens_per_s_per_gpu:.0f}", f"{per_gpu:.2f}",
+                f"{choice.dollars_per_million:.2f}", "" if choice.replicas is None else str(choice.replicas),
             )  # fmt: skip
-            table.add_row(one.arm, one.draft, *cells, style="bold" if one is cheapest else None)
+            table.add_row(choice.arm, choice.draft, *cells, style="bold" if choice is cheapest else None)
         console.print(table)
         per_gpu = max(here, key=lambda choice: choice.tokens_per_s_per_gpu)
         console.print(

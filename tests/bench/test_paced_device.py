@@ -1,12 +1,9 @@
 """The paced backend: passes take the device's time one after the other, while the host goes on; texts stay the same."""
 
-import logging
-
 import pytest
 import torch
 
 from engine.config import ModelInfo
-from engine.errors import ConfigError
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardRow, build
 from engine.execution.kv_tensors import KVTensors
@@ -80,31 +77,6 @@ def test_a_pass_takes_the_devices_time_its_compute_included():
     assert sum(clock.slept) == pytest.approx(PASS_S - 0.001, rel=0.05), "it sleeps nearly to the end"
 
 
-def test_passes_queue_on_the_device_and_the_hosts_work_between_them_costs_nothing():
-    clock = SleepingClock()
-    backend, _ = paced(clock)
-    started = clock.now
-    for _ in range(3):
-        backend.run(batch())
-        clock.now += 0.0005  # work of the host
-    backend.wait()
-    assert clock.now - started == pytest.approx(3 * PASS_S, abs=20e-6)
-
-
-def test_compute_that_does_not_fit_is_counted_said_and_takes_its_time(caplog):
-    clock = SleepingClock()
-    backend, _ = paced(clock, compute_s=0.008)
-    started = clock.now
-    with caplog.at_level(logging.WARNING, logger="tests.bench.paced_device"):
-        for _ in range(2):
-            backend.run(batch())
-            backend.wait()
-    assert clock.now - started == pytest.approx(0.016, abs=20e-6)
-    assert (backend.num_passes, backend.num_late) == (2, 2)
-    (warning,) = [record.getMessage() for record in caplog.records if "did not fit" in record.getMessage()]
-    assert "1 of 1 passes did not fit into the time of h100-8b, the last one by 3.0 ms" in warning
-
-
 def test_the_device_is_told_the_work_of_the_batch():
     clock = SleepingClock()
     backend, device = paced(clock)
@@ -126,10 +98,3 @@ def test_a_paced_pair_writes_the_same_text(temperature, monkeypatch):
     )
     backends = llm.engine.verifier.backend, llm.engine.drafter.drafter.cache.backend
     assert [backend.info.device for backend in backends] == ["paced:h200-8b", "paced:h200-1b"]
-
-
-def test_a_wrong_pair_is_refused_in_one_line(monkeypatch):
-    for name, value in environment("h100-9b+h100-1b").items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="h100-9b"):
-        LLM(device="cpu", compile="off")

@@ -5,38 +5,16 @@ methods in the same turn can be compared (`figures.paired_ratio`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Protocol, TypeVar
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from tests.bench.figures import Batch, Row, row_of
-from tests.bench.worker import WorkerProcess, cells_of
+from tests.bench.worker import Worker, WorkerProcess, cells_of
 from tests.bench.workload import Cell, Workload
 
-T = TypeVar("T")
-
-
-class Contestant(Protocol):
-    """A method in all its ways: `worker.WorkerProcess`, or `worker.Worker` in this process."""
-
-    draft_lengths: list[int | None]
-
-    def run(self, cell: Cell, index: int) -> list[Batch]: ...
-
-    def hang_up(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-Start = Callable[[str, Workload], Contestant]
-
-
-def progress_bar(console: Console) -> Progress:
-    """Return a bar with counts that is gone when its work is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+Start = Callable[[str, Workload], Worker | WorkerProcess]
 
 
 def collect(
@@ -44,15 +22,16 @@ def collect(
 ) -> tuple[list[Row], list[str]]:
     """Measure methods side by side. Returns the rows, cell by cell, and what went wrong."""
     group = _Group()
-    with progress_bar(console) as progress, ExitStack() as stack:
-        stack.callback(group.end)
-        for name in progress.track(names, description="starting"):
+    try:
+        for name in track(names, "starting", console=console, transient=True):
             with group.survives(name):
                 group.workers[name] = start(name, workload)
-        return [row for cell in workload.cells for row in group.rows(cell, workload, progress)], group.failures
+        return [row for cell in workload.cells for row in group.rows(cell, workload, console)], group.failures
+    finally:
+        group.end()
 
 
-def order(names: Sequence[T], turn: int) -> list[T]:
+def order(names: Sequence[str], turn: int) -> list[str]:
     """Return who comes when in a turn: there and back, then the same from the next one on.
 
     So nobody always follows the same one, and of a steady drift all have the same share after two turns.
@@ -66,7 +45,7 @@ class _Group:
     """The workers that are alive together. One that fails is named in `failures` and no longer among them."""
 
     def __init__(self) -> None:
-        self.workers: dict[str, Contestant] = {}
+        self.workers: dict[str, Worker | WorkerProcess] = {}
         self.failures: list[str] = []
 
     @contextmanager
@@ -79,22 +58,21 @@ class _Group:
             if name in self.workers:
                 self.workers.pop(name).close()
 
-    def rows(self, cell: Cell, workload: Workload, progress: Progress) -> Iterator[Row]:
+    def rows(self, cell: Cell, workload: Workload, console: Console) -> Iterator[Row]:
         names = [name for name in self.workers if cell in cells_of(name, workload)]
-        timed: dict[str, list[list[Batch]]] = {name: [] for name in names}
+        timed: dict[str, list[Batch]] = {name: [] for name in names}
         warm_up = [(name, 0) for name in names]
         turns = [(name, turn) for turn in range(len(workload.batches(cell))) for name in order(names, turn)]
         description = f"batch {cell.batch_size}, T={cell.temperature:g}"
-        for number, (name, turn) in enumerate(progress.track(warm_up + turns, description=description)):
+        batches = track(warm_up + turns, description, console=console, transient=True)
+        for number, (name, turn) in enumerate(batches):
             if name in self.workers:
                 with self.survives(name):
-                    batches = self.workers[name].run(cell, turn)
-                    timed[name] += [batches] if number >= len(warm_up) else []
+                    batch = self.workers[name].run(cell, turn)
+                    timed[name] += [batch] if number >= len(warm_up) else []
         for name in names:
             if name in self.workers:
-                ways = zip(self.workers[name].draft_lengths, zip(*timed[name], strict=True), strict=True)
-                tried = [row_of(name, draft_length, workload, cell, batches) for draft_length, batches in ways]
-                yield max(tried, key=lambda row: row.tokens_per_s)
+                yield row_of(name, self.workers[name].num_speculative_tokens, workload, cell, timed[name])
 
     def end(self) -> None:
         """End all workers at once: a cluster takes seconds to end."""

@@ -6,10 +6,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from functools import partial
 from typing import TextIO
 
 from pydantic import TypeAdapter
@@ -19,34 +17,31 @@ from tests.bench.figures import Batch, Method
 from tests.bench.workload import Arm, Cell, Workload
 
 END_TIMEOUT_S = 120.0
-BATCHES = TypeAdapter(list[Batch])
-DRAFT_LENGTHS = TypeAdapter(list[int | None])
+BATCH = TypeAdapter(Batch)
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""What served workers start with; transformers and the engine in process get the same."""
 
 
-def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
-    """Return how to make a method; where there are several ways, the faster one counts.
-
-    Ours are imported here: vLLM's environment has no Ray.
-    """
+def make_method(name: str, workload: Workload) -> Method:
+    """Return a method that has loaded its models. Ours are imported here: vLLM's environment has no Ray."""
     k = workload.num_speculative_tokens
     if name.startswith("over-vllm-"):
         from tests.bench.contestants.with_engine import EngineMethod
 
         return [partial(EngineMethod, workload, Arm.of(name.removeprefix("over-vllm-"), k), execution="vllm")]
     if name.startswith("vllm-"):
-        num_draft_tokens = 0 if name == "vllm-plain" else k
         draws = "probabilistic" if name == "vllm-probabilistic" else "greedy"
-        return [partial(VLLMMethod, workload, num_draft_tokens, draws)]
+        return VLLMMethod(workload, 0 if name == "vllm-plain" else k, draws)
     from tests.bench.contestants.with_engine import EngineMethod
     from tests.bench.contestants.with_serve import ServeMethod
     from tests.bench.contestants.with_transformers import AssistedMethod, TransformersMethod
 
     if name == "transformers":
-        return [partial(TransformersMethod, workload)]
+        return TransformersMethod(workload)
     if name == "transformers-assisted":
-        return [partial(AssistedMethod, workload, None), partial(AssistedMethod, workload, k)]
+        return AssistedMethod(workload)
     place, arm = name.split("-", 1)
-    return [partial(EngineMethod if place == "engine" else ServeMethod, workload, Arm.of(arm, k))]
+    return (EngineMethod if place == "engine" else ServeMethod)(workload, Arm.of(arm, k))
 
 
 def cells_of(name: str, workload: Workload) -> list[Cell]:
@@ -54,48 +49,31 @@ def cells_of(name: str, workload: Workload) -> list[Cell]:
     return [cell for cell in workload.cells if cell.batch_size == 1 or name != "transformers-assisted"]
 
 
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""What served workers start with; transformers and the engine in process get the same."""
-
-
 class Worker:
-    """A method in this process, in all ways that it is tried.
-
-    Attributes:
-        draft_lengths: `num_speculative_tokens` of each way.
-    """
+    """A method in this process."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self._workload = workload
-        self._methods: list[Method] = []
-        try:
-            for make in methods(name, workload):
-                self._methods.append(make())
-        except BaseException:
-            self.close()
-            raise
-        self.draft_lengths = [method.num_speculative_tokens for method in self._methods]
+        self._method = make_method(name, workload)
+        self.num_speculative_tokens = self._method.num_speculative_tokens
 
-    def run(self, cell: Cell, index: int) -> list[Batch]:
-        prompts = self._workload.batches(cell)[index]
-        return [method.run(prompts, cell) for method in self._methods]
+    def run(self, cell: Cell, index: int) -> Batch:
+        return self._method.run(self._workload.batches(cell)[index], cell)
 
     def hang_up(self) -> None:
         """Nobody waits for it."""
 
     def close(self) -> None:
-        for method in self._methods:
-            method.close()
+        self._method.close()
 
 
 class WorkerProcess:
     """A worker in a process of its own, which ends with this object or with the process that made it.
 
-    The workload and then a request for each batch go to its stdin, one line of JSON each; the draft lengths and then
+    The workload and then a request for each batch go to its stdin, one line of JSON each; the draft length and then
     the answers come from its stdout. The end of its input is its end.
 
-    Raises:
-        RuntimeError: by everything but the closing: it failed; the message is the end of what it said.
+    Raises RuntimeError if it failed; the message is the end of what it said.
     """
 
     def __init__(self, name: str, workload: Workload) -> None:
@@ -112,11 +90,11 @@ class WorkerProcess:
                 env=os.environ | (environment(workload.num_threads) if is_peer else HUGE_PAGES),
             )
             stack.callback(self._end)
-            self.draft_lengths = DRAFT_LENGTHS.validate_json(self._ask(workload.to_json()))
+            self.num_speculative_tokens: int | None = json.loads(self._ask(workload.to_json()))
             self._resources = stack.pop_all()
 
-    def run(self, cell: Cell, index: int) -> list[Batch]:
-        return BATCHES.validate_json(self._ask(json.dumps({"cell": asdict(cell), "index": index})))
+    def run(self, cell: Cell, index: int) -> Batch:
+        return BATCH.validate_json(self._ask(json.dumps({"cell": asdict(cell), "index": index})))
 
     def hang_up(self) -> None:
         """Let it end, without waiting for that."""
@@ -154,11 +132,11 @@ def serve(name: str, requests: TextIO, answers: TextIO) -> None:
     """Be the other side of a `WorkerProcess` until there are no more requests."""
     worker = Worker(name, Workload.from_json(requests.readline()))
     try:
-        print(json.dumps(worker.draft_lengths), file=answers, flush=True)
+        print(json.dumps(worker.num_speculative_tokens), file=answers, flush=True)
         for line in requests:
             request = json.loads(line)
-            batches = worker.run(Cell(**request["cell"]), request["index"])
-            print(BATCHES.dump_json(batches).decode(), file=answers, flush=True)
+            batch = worker.run(Cell(**request["cell"]), request["index"])
+            print(BATCH.dump_json(batch).decode(), file=answers, flush=True)
     finally:
         worker.close()
 
@@ -167,6 +145,6 @@ if __name__ == "__main__":
     # An end from outside (`timeout`, a closed terminal) must reach what was started: a cluster has its own session.
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, lambda number, _: sys.exit(128 + number))
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as found:
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM writes its log to stdout
-        serve(sys.argv[1], sys.stdin, found)
+        serve(sys.argv[1], sys.stdin, answers)

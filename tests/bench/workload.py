@@ -58,8 +58,7 @@ class Arm:
         """Return the arm `plain`, or `speculative`, `adaptive` or `fixed-K`, or one of these with `-run-ahead`,
         `-alternate` or `-any` behind it; the last three alone mean `speculative`.
 
-        Raises:
-            ValueError: there is no such arm.
+        Raises ValueError if there is no such arm.
         """
         overlap = next((word for word in OVERLAPS if name.endswith(word)), "in-turn")
         base = name.removesuffix(overlap).removesuffix("-") or "speculative"

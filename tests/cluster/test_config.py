@@ -1,7 +1,6 @@
 """GroupConfig travels to workers and is never changed on the way."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,18 +13,7 @@ from engine.models.registry import open_model
 CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft", device="cpu"), EngineConfig(block_size=8))
 
 
-def test_a_draft_worker_is_there_for_a_method_that_runs_in_one() -> None:
-    assert CONFIG.has_draft_worker
-    assert not replace(CONFIG, draft=None).has_draft_worker
-
-
-def test_a_group_needs_no_room_for_a_draft_worker_that_it_leases() -> None:
-    pooled = replace(CONFIG, draft_pool=True)
-    assert (CONFIG.places_draft_worker, pooled.places_draft_worker, pooled.has_draft_worker) == (True, False, True)
-    assert not replace(CONFIG, draft=None).places_draft_worker
-
-
-def test_a_draft_never_runs_ahead_of_an_encoder_decoder(tmp_path: Path) -> None:
+def test_a_draft_never_runs_ahead_of_an_encoder_decoder(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     model = ModelConfig(str(tmp_path))
     source = open_model(model)
@@ -33,14 +21,6 @@ def test_a_draft_never_runs_ahead_of_an_encoder_decoder(tmp_path: Path) -> None:
     assert suited_to_models(config, source, source) == replace(config, run_ahead="off")
     with pytest.raises(ModelError, match="is an encoder-decoder, whose draft cannot run ahead; run_ahead must be off"):
         suited_to_models(replace(config, run_ahead="on"), source, source)
-
-
-def test_a_decoder_only_pair_is_left_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    model = ModelConfig(str(tmp_path))
-    source = open_model(model)
-    config = GroupConfig(model, model, run_ahead="on")
-    assert suited_to_models(config, source, source) is config
 
 
 @pytest.mark.parametrize(
@@ -54,7 +34,14 @@ def test_a_decoder_only_pair_is_left_as_it_is(tmp_path: Path) -> None:
         ("head", "off", ()),
     ],
 )
-def test_batches_alternate_where_a_draft_worker_needs_nothing_of_the_target(drafting, run_ahead, expected) -> None:
+def test_batches_alternate_where_a_draft_worker_needs_nothing_of_the_target(drafting, run_ahead, expected):
     draft = CONFIG.draft if method_of(drafting).runs_in == "draft" else None
     config = replace(CONFIG, engine=EngineConfig(drafting=drafting), draft=draft, run_ahead=run_ahead)
     assert config.overlaps == expected
+
+
+def test_a_decoder_only_target_is_left_as_it_is_with_a_draft_or_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    model = ModelConfig(str(tmp_path))
+    source, config = open_model(model), GroupConfig(model, model, run_ahead="on")
+    assert all(suited_to_models(config, source, draft) is config for draft in (source, None))

@@ -1,12 +1,10 @@
 """An engine over a target and a head on a draft worker, with the messages of both and features over real sockets."""
 
 import contextlib
-import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
@@ -18,7 +16,6 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting.assembly import assemble
 from engine.drafting.model.feature_store import FeatureStore
 from engine.engine import Engine
-from engine.execution.footprint import footprint
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import DeferringDrafter
@@ -204,15 +201,3 @@ async def test_a_head_that_runs_ahead_on_its_own_states_changes_no_text(target, 
     assert text == beside[0]
     assert group.drafter.run_ahead.hits > 10
     assert engine.stats.num_accepted_tokens > 0
-
-
-def test_a_head_by_itself_needs_memory_for_its_layers_and_the_targets_embedding_only(target):
-    whole, alone = (
-        footprint(open_model(config), ENGINE, dtype=torch.float32, bytes_per_weight=4)
-        for config in (target, replace(target, head_only=True))
-    )
-    source = open_model(target)
-    layers = sum(math.prod(shape) for name, shape in source.weight_shapes.items() if ".layers." in name)
-    assert alone.weight_bytes == whole.weight_bytes - 4 * layers
-    state, key_and_value, target_layer = 32, 2 * 8, 2 * 2 * 8
-    assert alone.kv_token_bytes == 4 * (state + key_and_value) == whole.kv_token_bytes - 4 * 2 * target_layer

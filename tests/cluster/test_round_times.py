@@ -23,40 +23,28 @@ def decoding(*drafts, context=100, **params):
 @pytest.mark.parametrize(
     ("seconds", "deadline_s"),
     [
-        ([], TIMEOUT_S),
         ([0.01] * 7, TIMEOUT_S),
         ([0.01] * 8, 5.0),
-        ([0.3] * 8, 6.0),
         ([0.1] * 7 + [1.0], 20.0),  # the longest, or one round in eight would be near its deadline
         ([4.0] + [0.3] * 8, 6.0),  # long ago
         ([5.0] * 8, TIMEOUT_S),
     ],
 )
-def test_a_deadline_is_twenty_times_the_longest_of_the_last_eight_rounds(seconds, deadline_s):
+def test_a_deadline_is_twenty_times_the_longest_of_the_last_eight_rounds_of_its_shape(seconds, deadline_s):
     times = RoundTimes()
     for each in seconds:
         times.observe("a shape", each)
+        times.observe(None, each)
     assert times.deadline_s("a shape", TIMEOUT_S) == pytest.approx(deadline_s)
-
-
-def test_another_shape_and_none_get_the_whole_timeout_and_a_short_timeout_holds():
-    times = RoundTimes()
-    for _ in range(8):
-        times.observe("a shape", 0.01)
-        times.observe(None, 0.01)
-    assert [times.deadline_s(shape, TIMEOUT_S) for shape in ("a shape", "another", None)] == [5.0, TIMEOUT_S, TIMEOUT_S]
-    assert times.deadline_s("a shape", 0.5) == 0.5
+    assert [times.deadline_s(shape, TIMEOUT_S) for shape in ("another", None)] == [TIMEOUT_S] * 2
 
 
 def test_the_shapes_not_seen_for_longest_are_forgotten():
     times = RoundTimes()
-    for _ in range(8):
-        times.observe("a frequent shape", 0.01)
     for number in range(_MAX_SHAPES + 5):
-        times.observe("a frequent shape", 0.01)
         for _ in range(8):
+            times.observe("a frequent shape", 0.01)
             times.observe(number, 0.01)
-    assert len(times._seconds) == _MAX_SHAPES
     known = [times.deadline_s(shape, TIMEOUT_S) for shape in ("a frequent shape", 0, _MAX_SHAPES)]
     assert known == [5.0, TIMEOUT_S, 5.0]
 
@@ -77,26 +65,18 @@ SAMPLING = {
     "logprobs": 2,
 }
 OTHERS = {
-    "more rows": decoding(4, 0),
-    "a longer draft": decoding(5),
-    "a context of twice the length": decoding(4, context=200),
-    "a tree": [replace(decoding(4)[0], draft=Draft([5] * 4, [-1, -1, 0, 1]))],
-} | {name: decoding(4, **{name: value}) for name, value in SAMPLING.items()}
+    "more rows": decoding(4, 4, 0),
+    "another longest draft": decoding(3, 5),
+    "fewer tokens": decoding(0, 4),
+    "a context of twice the length": decoding(4, 4, context=200),
+    "a tree": [replace(row, draft=Draft([5] * 4, [-1, -1, 0, 1])) for row in decoding(4, 4)],
+    "drafts left to the target": [replace(row, draft=Draft(num_deferred=3)) for row in decoding(0, 0)],
+} | {name: decoding(4, 4, **{name: value}) for name, value in SAMPLING.items()}
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_may_run_other_kernels_is_another_shape(name):
-    assert shape_of(OTHERS[name]) != shape_of(decoding(4))
-
-
-def test_the_longest_row_and_all_tokens_both_count():
-    assert shape_of(decoding(2, 2)) != shape_of(decoding(1, 3))
-    assert shape_of(decoding(2, 2)) != shape_of(decoding(0, 2))
-
-
-def test_drafts_that_are_left_to_the_target_count_by_their_length():
-    rows = [replace(decoding(0)[0], draft=Draft(num_deferred=length)) for length in (0, 2, 4)]
-    assert len({shape_of([row]) for row in rows}) == 3
+    assert shape_of(OTHERS[name]) != shape_of(decoding(4, 4))
 
 
 @pytest.mark.parametrize("start", [0, 9])
@@ -105,16 +85,18 @@ def test_a_round_with_a_part_of_a_prompt_has_no_shape(start):
     assert shape_of([*decoding(4), prompt]) is None
 
 
-def observed(waits):
+@pytest.mark.parametrize(
+    ("waits", "deadline_s"),
+    [
+        ([0.001] * 7, 1.0),
+        ([0.001] * 8, 0.2),
+        ([0.001] * 8 + [0.1], 0.4),
+        ([0.5] * 8, 1.0),
+        ([0.1] + [0.001] * 16, 0.2),
+    ],
+)
+def test_a_wait_for_drafts_is_bounded_by_recent_ones_and_never_shorter_than_a_garbage_collection(waits, deadline_s):
     times = DraftTimes()
     for seconds in waits:
         times.observe(seconds)
-    return times
-
-
-def test_a_wait_for_drafts_is_bounded_by_recent_ones_and_never_shorter_than_a_garbage_collection():
-    assert observed([0.001] * 7).deadline_s(1.0) == 1.0
-    assert observed([0.001] * 8).deadline_s(1.0) == 0.2
-    assert observed([0.001] * 8 + [0.1]).deadline_s(1.0) == pytest.approx(0.4)
-    assert observed([0.5] * 8).deadline_s(1.0) == 1.0
-    assert observed([0.1] + [0.001] * 16).deadline_s(1.0) == 0.2
+    assert times.deadline_s(1.0) == pytest.approx(deadline_s)

@@ -4,11 +4,9 @@ import asyncio
 
 import pytest
 import ray
-from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from cluster import worker_set
 from cluster.config import GroupConfig
-from cluster.transport import Endpoint
 from cluster.worker_set import WorkerDiedError, WorkerSet, introduce
 from cluster.workers.actors import WorkerProcess
 from engine.config import CompileProgress, ModelConfig
@@ -30,36 +28,12 @@ class Method:
 
 class FakeActor:
     def __init__(self, rank, node_id="node 1"):
-        self.clients = []
         self.ended = asyncio.get_running_loop().create_future()
-        endpoint = Endpoint(node_id, "", "127.0.0.1", rank, "certificate")
-
-        def listen(identity):
-            self.clients.append(identity)
-            return endpoint
-
         self.begin = Method(lambda log_format: WorkerProcess(100 + rank, node_id))
-        self.listen = Method(listen)
         self.serve = self
 
     def remote(self):
         return self.ended
-
-
-class FakeLink:
-    def __init__(self, endpoint, version, on_break):
-        self.endpoint, self.version, self.on_break = endpoint, version, on_break
-        self.is_closed = False
-
-    def close(self):
-        self.is_closed = True
-
-
-class FakeConnector:
-    identity = "the Router"
-
-    def connect(self, endpoint, *, version, on_break=None):
-        return FakeLink(endpoint, version, on_break)
 
 
 @pytest.fixture
@@ -72,24 +46,6 @@ async def nothing_to_load():
 
 
 CONFIG = GroupConfig(ModelConfig("target"))
-
-
-async def test_each_worker_listens_for_the_router_and_gets_a_link(workers):
-    def on_break(reason):
-        pass
-
-    await workers.connect(FakeConnector(), 7, on_break)
-    assert [actor.clients for actor in workers.actors] == [["the Router"]] * 2
-    assert [link.endpoint.port for link in workers.links] == [0, 1]
-    assert {(link.version, link.on_break) for link in workers.links} == {(7, on_break)}
-
-
-async def test_a_worker_that_does_not_answer_after_its_start_has_died(workers, monkeypatch):
-    monkeypatch.setattr(worker_set, "_FIRST_ANSWER_S", 0.01)
-    workers.actors[1].begin = Ping(0)
-    monkeypatch.setattr(worker_set.ray, "kill", lambda *_, **__: None)
-    with pytest.raises(WorkerDiedError, match=r"did not answer within 0\.01 s of its start"):
-        await workers.start(CONFIG, nothing_to_load)
 
 
 class Ping:
@@ -125,32 +81,6 @@ async def test_a_worker_that_answers_no_ping_while_it_loads_has_died(workers, mo
     assert was_cancelled.is_set()
 
 
-async def test_workers_that_answer_may_load_as_long_as_they_need(workers, monkeypatch):
-    monkeypatch.setattr(worker_set, "_PING_PERIOD_S", 0.0)
-    ping = workers.actors[0].ping = workers.actors[1].ping = Ping(10**9)
-
-    async def load():
-        while ping.num_calls < 50:
-            await asyncio.sleep(0)
-        raise ModelError("no such model")
-
-    with pytest.raises(ModelError, match="no such model"):
-        await workers.while_answering(0.5, load())
-    assert [progress.of for progress in workers.compiling] == [9, 9], "each says how far its compiling is"
-
-
-async def test_each_rank_is_asked_and_says_on_which_node_it_is(workers):
-    await workers.start(CONFIG, nothing_to_load)
-    for rank, actor in enumerate(workers.actors):
-        actor.ended.cancel()
-        actor.survey = Method(lambda model, world_size, rank=rank: (rank, model, world_size))
-    assert await workers.survey("target", 0, 1, world_size=2) == [
-        ("node 1", (0, "target", 2)),
-        ("node 2", (1, "target", 2)),
-    ]
-    assert await workers.survey("draft", 1) == [("node 2", (1, "draft", 1))]
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(None, "it stopped"), (ray.exceptions.RayActorError(error_msg="The actor died.\nThe stack:"), "The actor died.")],
@@ -177,29 +107,6 @@ async def test_a_worker_that_does_not_answer_a_ping_is_at_its_end(workers, monke
     assert workers.actors[1].ping.num_calls == 4
     for actor in workers.actors:
         actor.ended.cancel()
-
-
-def test_the_reason_for_a_death_is_what_ray_says_after_the_details():
-    context = ActorDiedErrorContext(
-        error_message="The process has died. Exit code 2. Some common causes include: (1) memory.",
-        class_name="TargetWorker",
-        actor_id=b"0" * 16,
-        pid=9,
-    )
-    assert worker_set._reason(ray.exceptions.ActorDiedError(context)) == "The process has died. Exit code 2."
-    assert "died unexpectedly" in worker_set._reason(ray.exceptions.ActorDiedError())
-
-
-async def test_killing_closes_the_links_first(workers, monkeypatch):
-    await workers.connect(FakeConnector(), 1, [].append)
-    killed = []
-    monkeypatch.setattr(
-        worker_set.ray,
-        "kill",
-        lambda actor, no_restart: killed.append((actor, no_restart, all(link.is_closed for link in workers.links))),
-    )
-    workers.kill()
-    assert killed == [(actor, True, True) for actor in workers.actors]
 
 
 @pytest.mark.parametrize(
@@ -259,3 +166,11 @@ async def test_the_target_is_told_where_the_features_of_a_lease_go(workers, capl
     await introduce(workers, draft, "lease 3")
     assert len(calls) == 1
     assert "drafts nothing" in caplog.text
+
+
+async def test_a_worker_that_does_not_answer_after_its_start_has_died(workers, monkeypatch):
+    monkeypatch.setattr(worker_set, "_FIRST_ANSWER_S", 0.01)
+    workers.actors[1].begin = Ping(0)
+    monkeypatch.setattr(worker_set.ray, "kill", lambda *_, **__: None)
+    with pytest.raises(WorkerDiedError, match=r"did not answer within 0\.01 s of its start"):
+        await workers.start(CONFIG, nothing_to_load)

@@ -154,6 +154,14 @@ async def stream_choices(client: httpx.AsyncClient, body: dict[str, Any]) -> lis
     return [choice for chunk in chunks for choice in chunk["choices"]]
 
 
+async def stream_text(client: httpx.AsyncClient, seed: int, num_tokens: int) -> str:
+    """The text of a completion of so many tokens."""
+    body = {"prompt": "A", "max_tokens": num_tokens, "seed": seed, "ignore_eos": True}
+    choices = await stream_choices(client, body)
+    assert choices[-1]["finish_reason"] == "length"
+    return "".join(choice["text"] for choice in choices)
+
+
 def descendants(title: str, pid: int | None = None) -> list[psutil.Process]:
     """Return the processes below a process, by default this one, whose command line contains a title."""
     running = psutil.Process(pid).children(recursive=True)

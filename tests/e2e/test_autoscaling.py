@@ -13,7 +13,7 @@ from ray import serve
 from deployments.builder import app
 from deployments.config import AppConfig, Autoscaling
 from tests.e2e.replicas import router_details, routers, wait_until
-from tests.e2e.servers import serve_on_ray, stream_choices
+from tests.e2e.servers import serve_on_ray, stream_text
 from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -64,21 +64,13 @@ async def streams_per_router() -> list[int]:
     return list(await asyncio.gather(*(actor.get_num_ongoing_requests.remote() for actor in actors)))
 
 
-async def stream(client: httpx.AsyncClient, seed: int) -> str:
-    """Return the text of a whole stream."""
-    body = {"prompt": "A", "max_tokens": STREAM_TOKENS, "seed": seed, "ignore_eos": True}
-    choices = await stream_choices(client, body)
-    assert choices[-1]["finish_reason"] == "length"
-    return "".join(choice["text"] for choice in choices)
-
-
 @asynccontextmanager
 async def load(
     client: httpx.AsyncClient, num_streams: int, seed: int | None = None
 ) -> AsyncIterator[list[asyncio.Task[str]]]:
     """Have streams run until the block ends, with seeds of their own or with one; abandon those that still run then."""
     seeds = range(num_streams) if seed is None else [seed] * num_streams
-    tasks = [asyncio.create_task(stream(client, seed)) for seed in seeds]
+    tasks = [asyncio.create_task(stream_text(client, seed, STREAM_TOKENS)) for seed in seeds]
     try:
         yield tasks
     finally:
@@ -109,9 +101,7 @@ async def heartbeat() -> AsyncIterator[Callable[[], float]]:
         task.cancel()
 
 
-async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_without_room(
-    client: httpx.AsyncClient, config: AppConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_without_room(client, config, caplog):
     assert await routers() == (1, 1)
     async with heartbeat() as late_s, load(client, STEP):
         assert await wait_until(lambda target, _: target == 3) < DECIDED_WITHIN_S + late_s()
@@ -122,7 +112,7 @@ async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_wit
     assert "autoscaling.max_replicas is 3, but the cluster has room for 2: no node has room for" in caplog.text
 
 
-async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(client: httpx.AsyncClient) -> None:
+async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(client):
     targets = set()
     async with load(client, STEP):
         await wait_until(lambda target, running: (target, running) == (3, 2))
@@ -134,7 +124,7 @@ async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(cli
     assert targets == {3}
 
 
-async def test_scaling_down_cuts_no_stream(client: httpx.AsyncClient) -> None:
+async def test_scaling_down_cuts_no_stream(client):
     async with load(client, STEP):
         await wait_until(lambda _, running: running == 2)
     async with heartbeat() as late_s, load(client, 3, seed=1) as tasks:

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.config import ModelConfig
-from engine.models.registry import open_model
 from tests.e2e.servers import serving
 
 # Found, not imported: the package would import llama.cpp, and only its file is needed.
@@ -30,18 +28,9 @@ def file() -> Path:
     return file
 
 
-def test_a_gguf_file_tells_all_that_a_model_is_served_by(file: Path) -> None:
-    source = open_model(ModelConfig(str(file.parent)))
-    assert (source.weight_files, source.max_model_len, source.eos_token_ids) == ([file], 8192, [2])
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    text = "<|im_start|>user\n12 cafés<|im_end|>"
-    assert source.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert source.tokenizer.chat_template == tokenizer.chat_template
-
-
 @pytest.mark.e2e
 @pytest.mark.long
-def test_a_served_gguf_file_writes_transformers_text_with_drafts(file: Path, tmp_path: Path) -> None:
+def test_a_served_gguf_file_writes_transformers_text_with_drafts(file, tmp_path):
     named = {"gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(file.parent, **named)
     module = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **named)

@@ -136,9 +136,7 @@ def deploy_nothing(head: Head, config: Path) -> None:
     assert '"finish_reason":"length"' in last
 
 
-def test_serve_deploy_joins_and_leaves_without_cutting_a_stream(
-    head: Head, arguments: dict[str, str], tmp_path: Path
-) -> None:
+def test_serve_deploy_joins_and_leaves_without_cutting_a_stream(head, arguments, tmp_path):
     config = tmp_path / "config.yaml"
     application = {"name": "default", "import_path": "deployments:app", "args": arguments}
     options = {"http_options": {"port": head.http}, "applications": [application]}
@@ -156,7 +154,7 @@ def test_serve_deploy_joins_and_leaves_without_cutting_a_stream(
     assert ended.returncode == 0, ended.stderr
 
 
-def test_serve_run_joins(head: Head, arguments: dict[str, str]) -> None:
+def test_serve_run_joins(head, arguments):
     started = head.run("serve", "start", "--address", head.gcs_address, "--http-port", str(head.http))
     assert started.returncode == 0, started.stderr
     settings = [f"{name}={value}" for name, value in arguments.items()]

@@ -12,7 +12,7 @@ from ray import serve
 from deployments.builder import app
 from deployments.config import AppConfig
 from tests.e2e.replicas import router_details, wait_until
-from tests.e2e.servers import metrics, serve_on_ray, stream_choices
+from tests.e2e.servers import metrics, serve_on_ray, stream_text
 from tests.models import save_model
 from tests.waiting import wait_until as wait_for
 
@@ -47,10 +47,6 @@ def deploy(model: str, **settings: Any) -> None:
     serve.run(app(AppConfig.model_validate({"target_model": model, **common, **settings})))
 
 
-def body(seed: int, num_tokens: int) -> dict[str, Any]:
-    return {"prompt": "A", "max_tokens": num_tokens, "seed": seed, "ignore_eos": True, "stream": True}
-
-
 def num_moved(url: str) -> float:
     return metrics(url).by("paceline:resubmissions_total", "reason").get(("moved",), 0.0)
 
@@ -60,27 +56,21 @@ async def until(url: str, name: str, value: float) -> None:
     await asyncio.to_thread(wait_for, lambda: metrics(url).total(name) == value, LIMIT_S)
 
 
-async def stream(client: httpx.AsyncClient, seed: int, num_tokens: int) -> str:
-    """Return the text of a whole stream."""
-    choices = await stream_choices(client, body(seed, num_tokens))
-    assert choices[-1]["finish_reason"] == "length"
-    return "".join(choice["text"] for choice in choices)
-
-
 @asynccontextmanager
 async def long_stream(client: httpx.AsyncClient) -> AsyncIterator[AsyncIterator[str]]:
     """Begin the longest stream that there can be, yield its lines, and leave."""
-    async with client.stream("POST", "/v1/completions", json=body(0, CONTEXT - 8)) as response:
+    body = {"prompt": "A", "max_tokens": CONTEXT - 8, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.aiter_lines()
         await anext(lines)
         yield lines
 
 
-async def test_requests_that_wait_move_to_a_new_router(url: str, model: str) -> None:
+async def test_requests_that_wait_move_to_a_new_router(url, model):
     scaling = {"max_replicas": 2, "requests_per_replica": 4}
     await asyncio.to_thread(deploy, model, max_num_seqs=MAX_NUM_SEQS, autoscaling=scaling)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        tasks = [asyncio.create_task(stream(client, number % 2, NUM_TOKENS)) for number in range(STEP)]
+        tasks = [asyncio.create_task(stream_text(client, number % 2, NUM_TOKENS)) for number in range(STEP)]
         await wait_until(lambda _, running: running == 2, LIMIT_S)
         # No request is sent after the step: only requests that moved run at the second Router.
         await until(url, RUNNING, 2 * MAX_NUM_SEQS)
@@ -91,16 +81,14 @@ async def test_requests_that_wait_move_to_a_new_router(url: str, model: str) -> 
         assert metrics(url).total(RUNNING) + metrics(url).total(WAITING) == 0
 
 
-async def test_requests_that_wait_at_a_router_that_is_stopped_move_to_the_one_that_replaces_it(
-    url: str, model: str
-) -> None:
+async def test_requests_that_wait_at_a_router_that_is_stopped_move_to_the_one_that_replaces_it(url, model):
     await asyncio.to_thread(deploy, model, max_num_seqs=1)
     seeds = (1, 2)  # fewer than are moved to a Router that has come while the other one goes on
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        expected = [await stream(client, seed, FEW_TOKENS) for seed in seeds]
+        expected = [await stream_text(client, seed, FEW_TOKENS) for seed in seeds]
         before = num_moved(url)
         async with long_stream(client) as lines:
-            waiting = [asyncio.create_task(stream(client, seed, FEW_TOKENS)) for seed in seeds]
+            waiting = [asyncio.create_task(stream_text(client, seed, FEW_TOKENS)) for seed in seeds]
             await until(url, WAITING, len(seeds))
             rollout = asyncio.create_task(asyncio.to_thread(deploy, model, max_num_seqs=1, round_timeout_s=61))
             # The long stream has the only place of the old Router.

@@ -149,9 +149,7 @@ async def clients_that_never_stop(client: httpx.AsyncClient) -> AsyncIterator[di
     ids=["a Router setting", "an Ingress setting", "the target", "the draft, without room for a second Router"],
     indirect=["service"],
 )
-async def test_no_request_fails_and_no_text_changes(
-    service: Service, models: dict[str, str], change: dict[str, Any], restarted: set[str]
-) -> None:
+async def test_no_request_fails_and_no_text_changes(service, models, change, restarted):
     change = {name: models.get(value, value) if isinstance(value, str) else value for name, value in change.items()}
     async with (
         httpx.AsyncClient(base_url=service.url, timeout=ROLLOUT_S) as client,

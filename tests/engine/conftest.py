@@ -1,3 +1,4 @@
+import functools
 import logging
 import os
 
@@ -7,8 +8,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.execution.cpu.compilation import packages as compilation
 from engine.execution.cpu.kernels import library as kernels
+from engine.execution.vllm.arguments import set_environment
 from engine.sampling.grammar import Grammars
-from tests.engine.tiny import backend_of
+from engine.verification.verifier import ModelVerifier
+from tests.engine.tiny import backend_of, source_of
 from tests.engine.tokenizers import END, json_tokenizer, saved
 from tests.fakes import sharpen
 
@@ -33,7 +36,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
 
 
-def save_llama(path, *, seed, layers=2, hidden=32):
+def save_llama(path, *, seed, layers=2, hidden=32, head_dim=None):
     """A random Llama with sharp distributions: weights as initialised would make every token alike."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -43,7 +46,7 @@ def save_llama(path, *, seed, layers=2, hidden=32):
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=hidden // 4,
+        head_dim=head_dim or hidden // 4,
         max_position_embeddings=512,
         eos_token_id=1,
         bos_token_id=None,
@@ -55,8 +58,27 @@ def save_llama(path, *, seed, layers=2, hidden=32):
 
 
 @pytest.fixture(scope="session")
-def target_path(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("target"), seed=1)
+def target_path(tmp_path_factory, execution):
+    # vLLM's kernels for CPUs take no smaller heads.
+    return save_llama(tmp_path_factory.mktemp("target"), seed=1, head_dim=32 if execution == "vllm" else None)
+
+
+@pytest.fixture(scope="session")
+def make_verifier(target_path, execution):
+    """Makes the target's verifier: over a loaded backend, or over vLLM, which loads the same files."""
+    if execution == "torch":
+        return ModelVerifier
+    source = source_of(target_path, execution="vllm")
+    set_environment(source.config)
+    from vllm.platforms.cpu import CpuPlatform
+
+    from engine.execution.vllm.verifier import VllmVerifier
+
+    # vLLM starts once in a process; what it does here fails the second time.
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(
+        functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    )
+    return lambda _model, config, grammars, _make_drafter: VllmVerifier(source, config, grammars, None)
 
 
 @pytest.fixture(scope="session")

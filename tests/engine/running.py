@@ -5,18 +5,16 @@ import time
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.drafting.run_ahead.chains import RunAheadDrafter
-from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
 from engine.engine import Engine
 from engine.protocols import DeferringDrafter, NoDrafter, Request, run_in_process
 from engine.sampling.logits import Run, draw, shape
 from engine.verification.verifier import ModelVerifier
-from tests.fakes import ConstantDrafter, ForgetfulDrafter, InterruptedDrafter, TreeDrafter
+from tests.fakes import ForgetfulDrafter, InterruptedDrafter, TreeDrafter
 
 
 def chains(model, grammars=None):
@@ -25,31 +23,17 @@ def chains(model, grammars=None):
 
 
 def drafters(target, draft, grammars=None, *, tokens=range(2, 20)):
-    """Drafters of every kind, as functions of a configuration: right, half right, wrong, forgetful, interrupted."""
+    """Drafters of several kinds, as functions of a configuration."""
     right, random = DraftModel(target, grammars=grammars), DraftModel(draft, grammars=grammars)
-    trees = METHODS["tree"].make
     return {
         "the target itself": lambda config: ModelDrafter(right, config),
         "a random draft": lambda config: ModelDrafter(random, config),
         "forgetful": lambda config: ForgetfulDrafter(ModelDrafter(right, config)),
         "running ahead": lambda config: InterruptedDrafter(RunAheadDrafter(right, config)),
-        "running ahead, a random draft": lambda config: InterruptedDrafter(RunAheadDrafter(random, config)),
-        "trees by the target itself": lambda config: trees(config, right),
-        "trees by a random draft": lambda config: ForgetfulDrafter(trees(config, random)),
-        "trees that grow on": lambda config: InterruptedDrafter(RunAheadTreeDrafter(right, config)),
-        "trees that grow on, by a random draft": lambda config: ForgetfulDrafter(
-            InterruptedDrafter(RunAheadTreeDrafter(random, config))
-        ),
+        "trees by the target itself": lambda config: METHODS["tree"].make(config, right),
         "trees": lambda _: TreeDrafter(tokens),
-        "always wrong": lambda _: ConstantDrafter(0),
-        "n-grams": lambda _: NgramDrafter(),
         "suffixes": lambda _: SuffixDrafter(),
     }
-
-
-DRAFTERS = tuple(drafters(None, None))
-SENDING_ROWS = DRAFTERS[:4] + DRAFTERS[5:7]
-"""Drafters that the rejection rule can verify: "trees that grow on" and others send no probabilities."""
 
 
 _ROOM = {"max_num_seqs": 1500, "max_num_batched_tokens": 10**6, "num_blocks": 12_000, "block_size": 4}
@@ -58,7 +42,15 @@ SAMPLING = _ROOM | {"num_speculative_tokens": 3}
 
 
 def make_engine(
-    model, drafter=None, *, tokenizer=None, grammars=None, clock=time.perf_counter, state_chunk=0, **settings
+    model,
+    drafter=None,
+    *,
+    tokenizer=None,
+    grammars=None,
+    clock=time.perf_counter,
+    state_chunk=0,
+    make_verifier=ModelVerifier,
+    **settings,
 ):
     """An engine whose draft length is fixed unless said otherwise.
 
@@ -70,7 +62,7 @@ def make_engine(
     defaults["num_states"] = 100
     config = EngineConfig(**(defaults | settings))
     method = METHODS.get(config.drafting, METHODS["none"])
-    verifier = ModelVerifier(model, config, grammars, method.make_in_target)
+    verifier = make_verifier(model, config, grammars, method.make_in_target)
     if drafter is None:
         drafter = DeferringDrafter() if method.runs_in == "target" else NoDrafter()
     else:
@@ -90,21 +82,16 @@ def step(engine):
     return run_in_process(engine.step())
 
 
-def run_outputs(engine, requests, *, between=None, late=()):
+def run_outputs(engine, requests, *, between=None):
     """Generate everything and return every round's outputs per request.
 
     Args:
         between: called with the engine and the round after each one.
-        late: requests that arrive one a round.
     """
     for i, (prompt, params) in enumerate(requests):
         engine.add(str(i), prompt, params)
-    waiting = list(enumerate(late, start=len(requests)))
-    outputs = {str(i): [] for i in range(len(requests) + len(waiting))}
+    outputs = {str(i): [] for i in range(len(requests))}
     for rounds in itertools.count():
-        if waiting:
-            i, (prompt, params) = waiting.pop(0)
-            engine.add(str(i), prompt, params)
         if not engine.has_work:
             break
         for output in step(engine):

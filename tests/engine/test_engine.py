@@ -14,12 +14,11 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.errors import DrafterError, TargetError
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft, NoDrafter, run_in_process
 from tests.engine.drafting.proposing import Failing
 from tests.engine.hybrids.memory import StateVerifier
-from tests.engine.running import drafters, expected_tokens, make_engine, step
+from tests.engine.running import drafters, expected_tokens, make_engine
 from tests.engine.targets import OrderedTarget, SlowDrafter, alternate
-from tests.fakes import ConstantDrafter, ContextModel, SelfDraftingModel
+from tests.fakes import ContextModel, SelfDraftingModel
 
 STATES, VOCAB, EOS = 13, 7, 6
 
@@ -151,13 +150,6 @@ class EngineMachine(RuleBasedStateMachine):
             self._note(self._run(self.engine.step()))
         self.drafter.is_wrong = False
 
-    @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def abort(self, data):
-        name = data.draw(st.sampled_from(sorted(self.expected)))
-        self.engine.abort(name)
-        self.ended.add(name)
-
     @precondition(lambda self: self.expected.keys() - self.ended)
     @rule(data=st.data())
     def go_on_under_another_name(self, data):
@@ -272,32 +264,6 @@ TestStatefulEngineMachine = StatefulEngineMachine.TestCase
 TestStatefulEngineMachine.settings = settings(TestEngineMachine.settings, max_examples=80)
 
 
-def test_outputs_of_an_aborted_request_that_nobody_has_taken_are_dropped():
-    engine = make_engine(MODEL)
-    for name in "ab":
-        engine.add(name, [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
-    for _ in range(2):
-        run_in_process(engine.run_round())
-    engine.abort("a")
-    assert [output.request_id for output in engine.take_outputs()] == ["b", "b"]
-
-
-def test_a_drafter_that_raises_forgets_the_requests_of_its_round():
-    """A state of linear layers may be half a pass further than its drafter believes."""
-
-    class Raising(NoDrafter):
-        async def propose(self, rows):
-            raise MemoryError
-
-    engine = make_engine(MODEL, lambda _: Raising(), num_speculative_tokens=2)
-    engine.add("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
-    released = []
-    engine.drafter.release = released.append
-    with pytest.raises(MemoryError):
-        step(engine)
-    assert released == ["a"]
-
-
 @pytest.mark.parametrize("drafting", ["model", "tree", "self"])
 @pytest.mark.parametrize("num_cohorts", [1, 2])
 async def test_a_draft_pass_that_fails_costs_its_round_alone(drafting, num_cohorts):
@@ -328,23 +294,3 @@ async def test_a_draft_pass_that_fails_costs_its_round_alone(drafting, num_cohor
     assert seen == {str(nth): expected_tokens(MODEL, *request) for nth, request in enumerate(requests)}
     assert len(accepted[0]) < len(accepted[5]), "no pass has failed"
     assert min(accepted[4] + accepted[5]) >= (3 if drafting == "tree" else 4)
-
-
-@pytest.mark.parametrize(
-    ("draft", "problem"),
-    [
-        (Draft([1, 2], [-1, 1]), "a parent that does not come before its child"),
-        (Draft([1], [-1], [[1, 2]], [[0.5, 0.2]]), "sum to 0.7 instead of 1"),
-        (Draft([1, 2, 3], [-1, -1, -1]), "3 tokens, at most 2 requested"),
-    ],
-)
-def test_a_malformed_draft_is_refused_before_anything_is_computed_for_it(draft, problem):
-    class Malformed(ConstantDrafter):
-        async def propose(self, rows):
-            return [draft if row.num_draft_tokens else NO_DRAFT for row in rows]
-
-    engine = make_engine(MODEL, lambda _: Malformed(0), num_speculative_tokens=2)
-    engine.add("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
-    step(engine)
-    with pytest.raises(DrafterError, match=f"draft of a: .*{problem}"):
-        step(engine)

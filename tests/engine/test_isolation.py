@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.drafting.copying.suffix import SuffixDrafter
 from engine.params import SamplingParams
-from tests.engine.drafting.proposing import Counting
 from tests.engine.running import chains, make_engine, step
 from tests.engine.test_engine import MODEL, VOCAB, context_model
 
@@ -126,30 +124,3 @@ def test_no_request_reads_what_another_salt_computed(num_blocks):
 
     check()
     assert num_shared > 500
-
-
-def test_a_draft_computes_every_prompt_itself():
-    """A draft shares no blocks between requests, of one salt or of two."""
-    model = Counting(context_model(1))
-    engine = traced_engine(chains(model))
-    counts = []
-    for i, salt in enumerate(["a", "a", "b"]):
-        model.passes.clear()
-        add(engine, str(i), PROMPT, salt, max_tokens=8, ignore_eos=True)
-        while engine.has_work:
-            step(engine)
-        counts.append(sum(model.passes))
-    assert counts[0] == counts[1] == counts[2] > len(PROMPT)
-
-
-def test_a_text_is_drafted_from_outputs_of_its_salt_only():
-    """The same request, three times: of one salt, of another one, and of the first again."""
-    engine = traced_engine(lambda _: SuffixDrafter(), num_speculative_tokens=3)
-    num_drafted = []
-    for i, salt in enumerate(["a", "b", "a"]):
-        before = engine.stats.num_draft_tokens
-        add(engine, str(i), PROMPT, salt, max_tokens=40, ignore_eos=True)
-        while engine.has_work:
-            step(engine)
-        num_drafted.append(engine.stats.num_draft_tokens - before)
-    assert num_drafted[0] == num_drafted[1] < num_drafted[2]

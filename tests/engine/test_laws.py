@@ -39,7 +39,7 @@ def test_a_rule_that_changes_the_law_fails(accept):
         check_rule(Rule(partial(decide_by, accept), needs_draft_rows=True))
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ["coupled", "rejection"])
 def test_a_rule_that_commits_the_drafts_first_token_in_one_round_of_a_hundred_fails(name):
     def decide(logits, runs, drafts, drawn):
         decisions = RULES[name].decide(logits, runs, drafts, drawn)
@@ -74,18 +74,6 @@ def test_a_rule_whose_law_is_one_percent_anothers_or_whose_coins_are_slightly_lo
         _check_round(accept, parents)
 
 
-def test_a_rule_that_commits_the_drafts_token_instead_of_the_targets_fails():
-    def decide(logits, runs, drafts, drawn):
-        decisions = RULES["coupled"].decide(logits, runs, drafts, drawn)
-        return [
-            ([*tokens[:-1], *(draft.token_ids[len(path) :] or tokens[-1:])[:1]], path)
-            for draft, (tokens, path) in zip(drafts, decisions, strict=True)
-        ]
-
-    with pytest.raises(LawError, match="drafts from another law"):
-        check_rule(replace(RULES["coupled"], decide=decide))
-
-
 def test_a_drafter_passes_under_all_rules():
     check_drafter(lambda _: NgramDrafter())
 
@@ -114,23 +102,6 @@ class Wrong(NoDrafter):
 def test_a_drafter_that_changes_the_law_fails(change, message):
     with pytest.raises(LawError, match=message):
         check_drafter(partial(Wrong, change))
-
-
-class Meddling(NoDrafter):
-    """Changes the committed tokens, which only the engine may."""
-
-    def __init__(self, config):
-        pass
-
-    async def propose(self, rows):
-        for row in rows:
-            row.request.token_ids[-1] = 0
-        return await super().propose(rows)
-
-
-def test_a_drafter_that_changes_the_text_fails_even_under_the_coupled_rule():
-    with pytest.raises(LawError, match="a text depends on its drafts, with verification=coupled"):
-        check_drafter(Meddling, ["coupled"])
 
 
 def test_counts_by_the_law_are_likely_and_others_are_not():

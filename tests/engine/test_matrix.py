@@ -1,32 +1,32 @@
 """What a client sees depends on no draft, rule, schedule or loss: every method and head, compared with plain decoding.
 
-A method gets its cells by its line in `METHODS`, a kind of head by its line in `HEADS`. By rules that share no noise,
-only greedy texts are the same; that drawn ones have the target's law is shown elsewhere (`test_exactness`).
+By rules that share no noise, only greedy texts are the same; `test_exactness` shows the law of drawn texts.
 """
 
 import functools
 import itertools
-import random
 from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import BambaConfig, T5Config
 
+from engine.config import VLLM_BLOCK_SIZE
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.heads.registry import HEADS
-from engine.protocols import NO_DRAFT
 from engine.verification.rule import RULES
+from tests.engine.features import Output
+from tests.engine.features import requests as feature_requests
 from tests.engine.heads.cold_starts import KINDS, SPOILED, backend_of_kind
+from tests.engine.hybrids.models import HYBRIDS
 from tests.engine.running import make_engine
 from tests.engine.targets import OrderedTarget, alternating
 from tests.engine.test_exactness import varied_requests
-from tests.engine.test_features import Output
-from tests.engine.test_features import requests as feature_requests
-from tests.engine.tiny import backend_of
+from tests.engine.tiny import SIZES, T5_SIZES, backend_of, save
 from tests.engine.tokenizers import json_tokenizer
-from tests.fakes import ConstantDrafter, InterruptedDrafter, TreeDrafter
+from tests.fakes import ConstantDrafter, InterruptedDrafter, LosableDrafter, TreeDrafter, erratic_clock
 
 K = 8
 FAKES = {"random trees": TreeDrafter(range(2, 20)), "always wrong": ConstantDrafter(0)}
@@ -39,18 +39,25 @@ SCHEDULES = {
     "two cohorts": {"num_blocks": 90, "block_size": 4, "max_num_seqs": 12},
     "two keys": {"block_size": 4, "max_num_seqs": 8},
 }
+BAMBA = SIZES | HYBRIDS["Bamba"] | {"num_hidden_layers": 2, "attn_layer_indices": [1]}
+OTHER_TARGETS = {
+    "t5": [("model", ""), ("suffix", "")],
+    "hybrid": [("model", ""), ("suffix", ""), ("random trees", ""), ("head", "eagle3"), ("head_tree", "eagle3")],
+}
+"""Methods, and the heads that they draft with, for an encoder-decoder and for a model with linear layers."""
 LOSSES = ("nothing", "the draft dies", "the draft hangs", "the target resets", "the engine dies")
 
 
 class Contender(NamedTuple):
-    """A method with the head that it drafts with, if any, and whether it runs ahead."""
+    """A method with the head that it drafts with, if any, whether it runs ahead, and its target."""
 
     method: str
     head: str = ""
     runs_ahead: bool = False
+    target: str = "llama"
 
     def __str__(self):
-        return " ".join(filter(None, (self.method, self.head, "ahead" * self.runs_ahead)))
+        return " ".join(filter(None, (self.method, self.head, "ahead" * self.runs_ahead, self.target)))
 
 
 class Cell(NamedTuple):
@@ -82,6 +89,9 @@ def contenders():
         yield Contender(name), ("coupled",)
     for kind, spoiled in itertools.product(KINDS, SPOILED):
         yield Contender("head", f"{kind}, {spoiled}"), ("coupled",)
+    for target, methods in OTHER_TARGETS.items():
+        for method, head in methods:
+            yield Contender(method, head, target=target), ("coupled",)
 
 
 def cells():
@@ -92,96 +102,91 @@ def cells():
             schedules = [*SCHEDULES]
             if not RULES[rule].shares_noise or contender.head.endswith(tuple(SPOILED)):
                 schedules = [schedules[next(nth) % len(schedules)]]
+            elif contender.target in OTHER_TARGETS:
+                schedules = ["chunked", "preempted", "two cohorts"]
             for schedule in schedules:
                 found.append(Cell(contender, rule, schedule, LOSSES[next(nth) % len(LOSSES)]))
     return found
 
 
-class LosableDrafter:
-    """Has no drafts in every third round: its drafter has died and another begins with nothing, or answers too late."""
-
-    def __init__(self, make, loss):
-        self.make, self.loss = make, loss
-        self.drafter, self.num_rounds = make(), 0
-
-    async def propose(self, rows):
-        self.num_rounds += 1
-        is_lost = self.num_rounds % 3 == 0
-        if is_lost and self.loss == "the draft dies":
-            self.drafter = self.make()
-            return [NO_DRAFT] * len(rows)
-        drafts = await self.drafter.propose(rows)
-        return [NO_DRAFT] * len(rows) if is_lost and self.loss == "the draft hangs" else drafts
-
-    def release(self, request_id):
-        self.drafter.release(request_id)
+def has_chains(cell):
+    """Whether a cell is one for vLLM, too: of chains, from elsewhere."""
+    method, (name, head, _, target) = METHODS.get(cell.contender.method), cell.contender
+    is_chain = name == "always wrong" if method is None else method.runs_in != "target" and not method.drafts_trees
+    return is_chain and target == "llama" and not head
 
 
-def erratic_clock():
-    """Return a clock by which every draft length looks best for a while."""
-    chance, now = random.Random(0), 0.0
-
-    def clock():
-        nonlocal now
-        now += chance.choice([0.1, 1.0, 5.0])
-        return now
-
-    return clock
+def pytest_generate_tests(metafunc):
+    if "cell" in metafunc.fixturenames:
+        is_tried = has_chains if metafunc.config.getoption("execution") == "vllm" else bool
+        metafunc.parametrize("cell", filter(is_tried, cells()), ids=str)
 
 
 @pytest.fixture(scope="module")
-def backends(target, target_path):
-    """Returns the target, or the target with a head."""
+def target_paths(target_path, tmp_path_factory):
+    t5 = save(T5Config(**T5_SIZES), tmp_path_factory.mktemp("t5"), seed=1, factor=3.0)
+    return {"llama": target_path, "t5": t5, "hybrid": save(BambaConfig(**BAMBA), tmp_path_factory.mktemp("bamba"))}
+
+
+@pytest.fixture(scope="module")
+def backend(target_paths):
+    """Returns a target, or a target with a head."""
 
     @functools.cache
-    def backend(head):
-        if not head:
-            return target
-        return (
-            backend_of_kind(target_path, head) if head in KINDS else backend_of_kind(target_path, *head.rsplit(", ", 1))
-        )
+    def backend(target, head):
+        kinds = head.rsplit(", ", 1) if head not in KINDS else [head]
+        return backend_of_kind(target_paths[target], *kinds) if head else backend_of(target_paths[target])
 
     return backend
 
 
 @pytest.fixture(scope="module")
-def nearly(target_path):
-    """A draft that agrees with the target about half of the time."""
-    backend = backend_of(target_path)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in backend.model.module.parameters():
-            parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
-    return backend
+def nearly(target_paths):
+    """Returns a draft that agrees with a target about half of the time."""
+
+    @functools.cache
+    def nearly(target):
+        backend = backend_of(target_paths[target])
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for parameter in backend.model.module.parameters():
+                parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.1)
+        return backend
+
+    return nearly
 
 
 @pytest.fixture(scope="module")
-def start(backends, nearly, make_grammars):
+def start(backend, nearly, make_grammars, make_verifier, execution):
     """Makes the engine of a cell."""
 
     def start(cell, **settings):
         contender = cell.contender
         settings = {"num_speculative_tokens": K, "verification": cell.rule} | SCHEDULES[cell.schedule] | settings
         method = METHODS.get(contender.method)
+        if execution == "vllm":
+            num_tokens = settings.get("num_blocks", 500) * settings.get("block_size", 16)
+            settings |= {"block_size": VLLM_BLOCK_SIZE, "num_blocks": -(-num_tokens // VLLM_BLOCK_SIZE)}
         if method is not None:
-            settings |= {"drafting": contender.method} | (
-                {"self_draft_layers": 1} if contender.method == "self" else {}
-            )
+            settings["drafting"] = contender.method
+            settings |= {"self_draft_layers": 1} if contender.method == "self" else {}
 
         def make(config):
             if method is None:
                 return FAKES[contender.method]
-            loads = method.runs_in == "draft"
-            model = DraftModel(nearly, grammars=make_grammars(), run_ahead=contender.runs_ahead) if loads else None
+            model = None
+            if method.runs_in == "draft":
+                model = DraftModel(nearly(contender.target), grammars=make_grammars(), run_ahead=contender.runs_ahead)
             drafter = method.make(config, model)
             return method.drafter_of_engine(config, InterruptedDrafter(drafter) if contender.runs_ahead else drafter)
 
         engine = make_engine(
-            backends(contender.head),
+            backend(contender.target, contender.head),
             lambda config: LosableDrafter(lambda: make(config), cell.loss),
             tokenizer=json_tokenizer(),
             grammars=make_grammars(),
             clock=erratic_clock(),
+            make_verifier=make_verifier,
             **settings,
         )
         return alternating(engine) if cell.schedule == "two cohorts" else engine
@@ -189,15 +194,24 @@ def start(backends, nearly, make_grammars):
     return start
 
 
+def verifier_of(engine):
+    return engine.verifier.verifier if isinstance(engine.verifier, OrderedTarget) else engine.verifier
+
+
 def caches(engine):
-    kv = (engine.verifier if hasattr(engine.verifier, "kv") else engine.verifier.verifier).kv
-    return [*kv.keys, *kv.values]
+    """The tensors of keys and values, block by block."""
+    verifier = verifier_of(engine)
+    return [*verifier.kv.keys, *verifier.kv.values] if hasattr(verifier, "kv") else verifier._runner._runner.kv_caches
 
 
 def reset(engine):
     """Do as a target that is started again: whatever it held is lost, and what is in flight."""
     for cache in caches(engine):
         cache.fill_(7.0)
+    if hasattr(verifier := verifier_of(engine), "kv"):
+        for layer in getattr(verifier.kv.extras, "layers", ()):
+            for states in (layer.inputs, layer.matrices, *layer.updates):
+                states[1:] = 7.0  # slot 0 is the empty context
     if isinstance(engine.verifier, OrderedTarget):
         engine.verifier.restart()
     engine.reset()
@@ -253,26 +267,41 @@ def requests():
 
 
 @pytest.fixture(scope="module")
-async def plain(target, make_grammars, requests):
-    def start(_):
-        return make_engine(target, tokenizer=json_tokenizer(), grammars=make_grammars(), num_speculative_tokens=0)
+def requests_to(requests):
+    """Returns the requests for a target; an encoder reads a prompt in one pass."""
+    return lambda target: {
+        name: (prompt[:30] if target == "t5" else prompt, params) for name, (prompt, params) in requests.items()
+    }
 
-    _, outputs = await written(start, Cell(Contender("none"), "coupled", "plain", "nothing"), requests, {})
-    assert sum(len(output.token_ids) < 12 for output in outputs.values()) > 5, "some end early"
+
+@pytest.fixture(scope="module")
+async def plain(backend, make_grammars, requests_to):
+    """The outputs of plain decoding by each target, without shared prefixes."""
+
+    def start(cell):
+        settings = {"num_speculative_tokens": 0, "enable_prefix_caching": False}
+        target = backend(cell.contender.target, "")
+        return make_engine(target, tokenizer=json_tokenizer(), grammars=make_grammars(), **settings)
+
+    outputs = {}
+    for target in ("llama", *OTHER_TARGETS):
+        cell = Cell(Contender("none", target=target), "coupled", "plain", "nothing")
+        _, outputs[target] = await written(start, cell, requests_to(target), {})
+        assert sum(len(output.token_ids) < 12 for output in outputs[target].values()) > 5, "some end early"
     return outputs
 
 
-@pytest.mark.parametrize("cell", cells(), ids=str)
-async def test_nothing_changes_what_a_client_sees(cell, start, requests, plain):
+async def test_nothing_changes_what_a_client_sees(cell, start, requests_to, plain):
+    requests, expected = requests_to(cell.contender.target), plain[cell.contender.target]
     if not RULES[cell.rule].shares_noise:
         requests = {name: request for name, request in requests.items() if request[1].temperature == 0}
     # Some predict their text, and every second token of it is right.
     predicted = {
-        name: [token ^ (nth % 2) for nth, token in enumerate(plain[name].token_ids)] for name in [*requests][::5]
+        name: [token ^ (nth % 2) for nth, token in enumerate(expected[name].token_ids)] for name in [*requests][::5]
     }
     engine, outputs = await written(start, cell, requests, predicted)
     for name, output in outputs.items():
-        output.check_equal(plain[name])
+        output.check_equal(expected[name])
     if cell.loss != "the engine dies":
         is_good = cell.contender.method not in ("none", *FAKES) and not cell.contender.head.endswith(tuple(SPOILED))
         assert (engine.stats.num_preemptions > 0) or cell.schedule != "preempted"

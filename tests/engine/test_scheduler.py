@@ -1,12 +1,9 @@
 """Who gets a row of the next round, how long a draft, and which blocks; no model is needed to decide that."""
 
-from dataclasses import replace
-
 import pytest
 
 from engine.config import EngineConfig
 from engine.control.plan import Plan
-from engine.errors import QueueFullError
 from engine.params import SamplingParams
 from engine.protocols import Request, TokenLogprobs, Verdict, chain
 from engine.requests.sequence import Sequence
@@ -69,25 +66,7 @@ def names(queue):
     return [name(sequence) for sequence in queue]
 
 
-def num_shared(scheduler, prompt, **settings):
-    """How many computed tokens another request with this prompt would find."""
-    blocks, _ = scheduler.pool.match(prompt, make_sequence("x", prompt, **settings).request.salt)
-    scheduler.pool.free(blocks)
-    return len(blocks) * BLOCK
-
-
 # Who shares the round.
-
-
-def test_a_full_queue_refuses_the_next_request():
-    scheduler = make_scheduler(max_queued_requests=2)
-    add(scheduler, "a", [1])
-    add(scheduler, "b", [1])
-    with pytest.raises(QueueFullError, match="2 requests are waiting, the limit is 2"):
-        add(scheduler, "c", [1])
-    scheduler.next_batch(Plan(0))
-    add(scheduler, "c", [1])
-    assert names(scheduler.waiting) == ["c"]
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget_and_has_no_draft_meanwhile():
@@ -121,53 +100,23 @@ def test_no_round_is_larger_than_the_budget():
     assert shares(run_round(scheduler, 1)) == [("a", 1, 1), ("b", 1, 1), ("c", 1, 1), ("d", 1, 0)]
 
 
-def test_the_draft_of_a_request_that_is_admitted_fills_the_budget_too():
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    add(scheduler, "a", [1])  # a prompt of one token can be drafted for at once
-    add(scheduler, "b", [1])
-    assert shares(scheduler.next_batch(Plan(3))) == [("a", 1, 3)]
-
-
-def test_a_round_computes_prompts_while_some_are_unfinished_or_can_be_admitted():
-    scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=4)
-    assert not scheduler.has_prompts
-    add(scheduler, "a", range(6))
-    assert scheduler.has_prompts
-    run_round(scheduler)
-    assert scheduler.has_prompts
-    run_round(scheduler)
-    assert not scheduler.has_prompts
-    add(scheduler, "b", [1])
-    assert not scheduler.has_prompts  # the round is full
-
-
 def test_a_prompt_that_waits_for_blocks_does_not_count_until_it_is_admitted():
     scheduler = make_scheduler(num_blocks=1 + 3)
     add(scheduler, "a", range(6))
     add(scheduler, "b", range(10, 20))
+    add(scheduler, "c", [1])  # which does not overtake
     assert shares(run_round(scheduler)) == [("a", 6, 0)]
-    assert names(scheduler.waiting) == ["b"]
+    assert names(scheduler.waiting) == ["b", "c"]
     assert not scheduler.has_prompts
     assert not scheduler.waiting.first.block_ids
     scheduler.abort("a")
     assert shares(run_round(scheduler)) == [("b", 10, 0)]
-    add(scheduler, "c", [1])
-    assert scheduler.has_prompts
-
-
-def test_the_next_request_does_not_overtake_one_that_waits_for_blocks():
-    scheduler = make_scheduler(num_blocks=1 + 3)
-    add(scheduler, "a", range(6))
-    add(scheduler, "large", range(10, 20))
-    add(scheduler, "small", [1])
-    assert shares(scheduler.next_batch(Plan(0))) == [("a", 6, 0)]
-    assert names(scheduler.waiting) == ["large", "small"]
 
 
 # How long a draft may be.
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
 def test_a_draft_leaves_room_for_one_more_token_within_max_tokens(max_tokens):
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", [1, 2], max_tokens=max_tokens)
@@ -190,17 +139,6 @@ def test_a_draft_stays_within_the_context_length():
     assert shares(run_round(scheduler, 9)) == [("a", 1, 0)]
 
 
-def test_a_request_may_ask_for_shorter_drafts_but_not_for_longer_ones():
-    scheduler = make_scheduler(num_speculative_tokens=3)
-    for text, asked in (("none", 0), ("short", 2), ("any", None), ("long", 9)):
-        add(scheduler, text, [1], num_speculative_tokens=asked)
-    run_round(scheduler, 3)
-    rows = scheduler.next_batch(Plan(3))
-    assert [row.num_draft_tokens for row in rows] == [0, 2, 3, 3]
-    scheduler.withdraw(rows)
-    assert [row.num_draft_tokens for row in scheduler.next_batch(Plan(1))] == [0, 1, 1, 1]
-
-
 # Which blocks.
 
 
@@ -213,26 +151,6 @@ def test_long_copies_take_no_more_logits_than_a_full_batch_would():
         rows = scheduler.next_batch(Plan(2, copies={str(nth): 9 for nth in range(1, 5)}))
         assert [row.num_draft_tokens for row in rows] == lengths
         scheduler.withdraw(rows)
-
-
-def test_long_copies_leave_every_row_its_share_of_the_budget():
-    scheduler = make_scheduler(max_num_seqs=8, num_speculative_tokens=1, max_num_batched_tokens=8)
-    for name in "123":
-        add(scheduler, name, [5])
-    run_round(scheduler)
-    rows = scheduler.next_batch(Plan(1, copies=dict.fromkeys("123", 9)))
-    assert [row.num_draft_tokens for row in rows] == [3, 1, 1]
-
-
-def test_a_row_has_blocks_for_its_tokens_and_its_draft():
-    scheduler = make_scheduler()
-    sequence = add(scheduler, "a", range(BLOCK))
-    run_round(scheduler)
-    assert len(sequence.block_ids) == 1
-    scheduler.next_batch(Plan(BLOCK))  # the tip and 4 draft tokens
-    assert len(sequence.block_ids) == 3
-    scheduler.next_batch(Plan(0))
-    assert len(sequence.block_ids) == 3
 
 
 def test_the_youngest_request_is_preempted_for_older_ones_and_keeps_its_tokens():
@@ -266,99 +184,10 @@ def test_a_preempted_request_is_the_first_to_come_back():
     assert scheduler.stats.num_prompt_tokens == 7 + 7 + 1
 
 
-def test_the_youngest_request_is_preempted_when_it_needs_more_blocks_itself():
-    scheduler = make_scheduler(num_blocks=1 + 4)
-    add(scheduler, "old", range(5))
-    add(scheduler, "young", range(10, 17))
-    run_round(scheduler)
-    run_round(scheduler)
-    assert shares(run_round(scheduler)) == [("old", 1, 0)]
-    assert names(scheduler.waiting) == ["young"]
-
-
 # What others may share.
 
 
-def test_a_block_is_shared_once_its_last_entry_is_computed_and_not_before():
-    scheduler = make_scheduler()
-    prompt = [1, 2, 3]
-    sequence = add(scheduler, "a", prompt)
-    run_round(scheduler, token=7)
-    assert tokens(sequence) == [*prompt, 7]  # committed, but the last one is not computed
-    assert num_shared(scheduler, [*prompt, 7, 5]) == 0
-    run_round(scheduler)
-    assert num_shared(scheduler, [*prompt, 7, 5]) == BLOCK
-
-
-def test_rejected_draft_tokens_are_never_shared():
-    scheduler = make_scheduler()
-    sequence = add(scheduler, "a", [1, 2])
-    run_round(scheduler)
-    rows = scheduler.next_batch(Plan(4))
-    scheduler.commit(rows, [Verdict([5, 6], [0], draft=chain([5, 5, 5, 5]))])
-    assert tokens(sequence) == [1, 2, 7, 5, 6]
-    assert sequence.num_computed == 4
-    assert num_shared(scheduler, [1, 2, 7, 5, 6]) == BLOCK
-    assert num_shared(scheduler, [1, 2, 7, 5, 5, 5, 5, 5, 5]) == BLOCK
-
-
-def test_a_text_that_ends_inside_its_draft_is_shared_up_to_its_end():
-    scheduler = make_scheduler()
-    add(scheduler, "a", [1, 2])
-    run_round(scheduler)
-    rows = scheduler.next_batch(Plan(6))
-    draft = [5, END, 5, 5, 5, 5]
-    ((_, output),) = scheduler.commit(rows, [Verdict([*draft, 5], list(range(6)), draft=chain(draft))])
-    assert (output.token_ids, output.finish_reason) == ([5, END], "stop")
-    assert scheduler.stats.num_generation_tokens == 1 + 2
-    assert num_shared(scheduler, [1, 2, 7, 5, END, 5, 5, 5, 5]) == BLOCK
-    assert scheduler.pool._digest_of.keys() == {1}
-
-
-def test_a_request_does_not_compute_cached_blocks_again():
-    scheduler = make_scheduler()
-    add(scheduler, "a", range(10))
-    run_round(scheduler)
-    sequence = add(scheduler, "b", [*range(9), 99])
-    assert shares(scheduler.next_batch(Plan(0)))[1] == ("b", 2, 0)
-    assert sequence.num_cached == 8
-    assert sequence.block_ids[:2] == scheduler.running[0].block_ids[:2]
-    assert sequence.block_ids[2] != scheduler.running[0].block_ids[2]
-
-
-def test_a_request_for_its_prompts_log_probabilities_computes_the_whole_prompt_once():
-    scheduler = make_scheduler(num_blocks=1 + 6)
-    add(scheduler, "a", range(10))
-    run_round(scheduler)
-    sequence = add(scheduler, "b", range(10), prompt_logprobs=0)
-    assert shares(run_round(scheduler))[1] == ("b", 10, 0)
-    scheduler.reset()
-    assert sequence.request.num_output_tokens == 1
-    assert not sequence.lacks_prompt_logprobs
-
-
 # What a verdict changes.
-
-
-def test_an_unfinished_prompt_gives_no_output():
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    add(scheduler, "a", range(6))
-    assert commit(scheduler, scheduler.next_batch(Plan(0))) == []
-    (output,) = commit(scheduler, scheduler.next_batch(Plan(0)))
-    assert output.token_ids == [7]
-
-
-def test_an_aborted_request_is_removed_whether_it_waits_or_runs():
-    scheduler = make_scheduler(max_num_seqs=1)
-    add(scheduler, "running", range(6))
-    add(scheduler, "waiting", [1])
-    run_round(scheduler)
-    scheduler.abort("waiting")
-    scheduler.abort("running")
-    scheduler.abort("unknown")
-    assert not scheduler.running
-    assert not scheduler.waiting
-    assert scheduler.pool.num_free == 99
 
 
 def test_a_round_in_flight_changes_nothing_of_a_request_that_was_aborted_meanwhile():
@@ -398,36 +227,8 @@ def test_after_a_reset_every_request_waits_in_its_old_order_and_keeps_its_tokens
     assert scheduler.running == []
     assert [tokens(sequence) for sequence in sequences] == [[*range(6), 7], [*range(6), 7], list(range(6))]
     assert scheduler.pool.num_free == 99
-    assert num_shared(scheduler, list(range(6))) == 0
     assert shares(scheduler.next_batch(Plan(0))) == [("a", 7, 0), ("b", 7, 0)]
     assert scheduler.stats.num_prompt_tokens == 12
-
-
-def test_requests_that_another_engine_began_come_before_those_that_nobody_has():
-    scheduler = make_scheduler(max_num_seqs=1, max_queued_requests=2)
-    for request_id in ("new 1", "new 2"):
-        add(scheduler, request_id, [1, 2])
-    for request_id in ("begun 1", "begun 2"):
-        sequence = make_sequence(request_id, [1, 2])
-        sequence.resume([3])
-        scheduler.add(sequence)
-    assert [name(sequence) for sequence in scheduler.waiting] == ["begun 1", "begun 2", "new 1", "new 2"]
-    assert scheduler.unstarted_ids == ["new 1", "new 2"]
-    with pytest.raises(QueueFullError):
-        add(scheduler, "new 3", [1])
-
-
-def test_a_preempted_request_has_begun():
-    scheduler = make_scheduler(max_num_seqs=1)
-    add(scheduler, "a", [1, 2])
-    add(scheduler, "b", [1, 2])
-    run_round(scheduler)
-    scheduler.reset()
-    sequence = make_sequence("begun", [1, 2])
-    sequence.resume([3])
-    scheduler.add(sequence)
-    assert [name(sequence) for sequence in scheduler.waiting] == ["a", "begun", "b"]
-    assert scheduler.unstarted_ids == ["b"]
 
 
 # Two rounds in flight.
@@ -461,38 +262,7 @@ def test_two_cohorts_take_equal_shares_in_turn():
     assert [len(batch) for batch in batches] == [4, 3] * 3
     assert batches[0::2] == [["0", "1", "2", "3"]] * 3
     assert batches[1::2] == [["4", "5", "6"]] * 3
-
-
-def test_one_request_is_in_one_round_at_a_time():
     assert alternate(make_cohorts(1), 5) == [["0"], [], ["0"], [], ["0"]]
-
-
-def test_cohorts_are_equal_again_soon_after_one_has_lost_its_requests():
-    scheduler = make_cohorts(8)
-    assert [len(batch) for batch in alternate(scheduler, 2)] == [4, 4]
-    for name_of in "0124":
-        scheduler.abort(name_of)
-    assert [len(batch) for batch in alternate(scheduler, 8)][2:] == [2] * 6
-
-
-def test_new_requests_are_spread_over_both_cohorts():
-    scheduler = make_cohorts(2)
-    for nth in range(2, 6):
-        add(scheduler, str(nth), [nth])
-    assert alternate(scheduler, 4) == [["0", "1", "2"], ["3", "4", "5"]] * 2
-
-
-def test_a_round_with_its_share_of_requests_admits_none():
-    scheduler = make_cohorts(2)
-    add(scheduler, "2", [1])
-    add(scheduler, "3", [1])
-    assert not scheduler.has_prompts
-    scheduler.next_batch(Plan(0))
-    assert names(scheduler.waiting) == ["2", "3"]
-    assert scheduler.has_prompts
-    scheduler.next_batch(Plan(0))
-    assert all(sequence.is_in_flight for sequence in scheduler.running)
-    assert len(scheduler.running) == 4
 
 
 def test_a_request_that_the_budget_left_out_comes_first_in_the_next_round():
@@ -516,48 +286,3 @@ def test_a_long_prompt_that_fills_a_round_does_not_stop_the_other_cohort():
     for nth in "01":
         assert sum(nth in batch for batch in batches) >= 3
     assert scheduler.running[-1].is_decoding
-
-
-def test_no_request_in_flight_is_preempted_and_the_oldest_gets_its_blocks_in_the_end():
-    """The oldest waits for the youngest, which is in flight; what a third gave up is for the oldest alone."""
-    scheduler = make_scheduler(num_blocks=1 + 6)
-    old, middle, young = (
-        add(scheduler, name, range(start, start + 6)) for name, start in (("o", 0), ("m", 10), ("y", 20))
-    )
-    run_round(scheduler)
-    assert scheduler.pool.num_free == 0
-    scheduler.num_cohorts = 2
-    old.last_round = middle.last_round = 2  # so that the youngest comes first
-    young.last_round = 1
-    scheduler.config = replace(scheduler.config, max_num_batched_tokens=1)
-    flight = scheduler.next_batch(Plan(0))
-    assert [row.request.request_id for row in flight] == ["y"]
-    scheduler.config = replace(scheduler.config, max_num_batched_tokens=64)
-    blocks = list(young.block_ids)
-    # 7 tokens and 12 more make 5 blocks; two are its own, the middle one's two do not do.
-    waiting = scheduler.next_batch(Plan(0, copies={"o": 12}))
-    assert waiting == []
-    assert (names(scheduler.running), names(scheduler.waiting)) == (["o", "y"], ["m"])
-    assert list(young.block_ids) == blocks
-    assert not scheduler.has_prompts
-    commit(scheduler, flight)
-    rows = scheduler.next_batch(Plan(0, copies={"o": 12}))
-    assert [row.request.request_id for row in rows] == ["o"]
-    assert names(scheduler.waiting) == ["y", "m"]
-
-
-def test_a_withdrawn_round_can_be_scheduled_again_while_the_other_is_in_flight():
-    scheduler = make_cohorts(4)
-    first, second = scheduler.next_batch(Plan(0)), scheduler.next_batch(Plan(0))
-    scheduler.withdraw(first)
-    assert shares(scheduler.next_batch(Plan(0))) == shares(first)
-    commit(scheduler, second)
-    assert shares(scheduler.next_batch(Plan(0))) == shares(second)
-
-
-def test_back_to_one_cohort_every_request_is_in_the_next_round():
-    scheduler = make_cohorts(5)
-    flight = scheduler.next_batch(Plan(0))
-    scheduler.num_cohorts = 1
-    commit(scheduler, flight)
-    assert len(scheduler.next_batch(Plan(0))) == 5

@@ -1,19 +1,15 @@
 """Two rounds in flight: which requests each computes, what ends them, and their texts' law."""
 
-import asyncio
 import itertools
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
-from engine.errors import TargetError
 from engine.laws import p_value
 from engine.params import SamplingParams
-from engine.protocols import run_in_process
 from engine.verification.rule import RULES
 from tests.engine.running import SAMPLING, chains, expected_tokens, make_engine
 from tests.engine.targets import alternate, alternating
@@ -54,13 +50,6 @@ def long_requests(count):
     return [([nth % 5, 1, 2], SamplingParams(seed=nth, max_tokens=24, ignore_eos=True)) for nth in range(count)]
 
 
-async def test_cohorts_differ_by_one_request_at_most_and_one_after_the_other_is_computed():
-    engine = make_alternating(TARGET, chains(TARGET), num_speculative_tokens=2)
-    texts = await texts_of(engine, requests := long_requests(9))
-    assert texts == {str(nth): expected_tokens(TARGET, *request) for nth, request in enumerate(requests)}
-    assert engine.verifier.sizes[:16] == [5, 4] * 8
-
-
 async def test_cohorts_become_equal_while_requests_wait_for_blocks():
     """The first round has taken the blocks of most of those that start at once."""
     engine = make_alternating(TARGET, None, num_speculative_tokens=0, num_blocks=60, block_size=4)
@@ -68,73 +57,6 @@ async def test_cohorts_become_equal_while_requests_wait_for_blocks():
     assert engine.verifier.sizes[1:7] == [10] * 6
     sizes = engine.verifier.sizes[1:40]
     assert max(abs(one - other) for one, other in itertools.pairwise(sizes)) <= 2
-
-
-async def test_every_call_ends_a_round():
-    """Also the first, which begins two."""
-    engine = make_alternating(TARGET, None, num_speculative_tokens=0)
-    for nth, request in enumerate(long_requests(2)):
-        engine.add(str(nth), *request)
-    for nth in range(6):
-        (output,) = await engine.step()
-        assert output.request_id == str(nth % 2)
-
-
-async def test_a_single_request_is_in_one_round_after_the_other():
-    engine = make_alternating(TARGET, None, num_speculative_tokens=0)
-    ((prompt, params),) = long_requests(1)
-    engine.add("0", prompt, params)
-    tokens = [token for _ in range(24) for output in await engine.step() for token in output.token_ids]
-    assert tokens == expected_tokens(TARGET, prompt, params)
-    assert not engine.has_work
-
-
-@pytest.mark.parametrize("num_cohorts", [1, 2])
-async def test_all_requests_may_be_aborted_while_the_drafter_works(num_cohorts):
-    """The round in flight ends as any other, and a round without requests is not sent."""
-    engine = make_alternating(TARGET, chains(TARGET), num_speculative_tokens=2)
-    alternate(engine, num_cohorts)
-    engine.drafter.delay = 5
-    for nth, request in enumerate(long_requests(4)):
-        engine.add(str(nth), *request)
-    await engine.step()
-    await engine.step()
-    sent = len(engine.verifier.sizes)
-    step = asyncio.create_task(engine.step())
-    for _ in range(3):
-        await asyncio.sleep(0)
-    for nth in range(4):
-        engine.abort(str(nth))
-    assert await step == []
-    while engine.has_work:
-        assert await engine.step() == []
-    assert len(engine.verifier.sizes) == sent
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
-
-
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("when", ["before", "after"])
-async def test_the_target_may_die_in_either_round(which, when):
-    engine = make_alternating(TARGET, chains(UNLIKE), num_speculative_tokens=2, max_num_seqs=4)
-    requests, texts = long_requests(6), {str(nth): [] for nth in range(6)}
-    for nth, request in enumerate(requests):
-        engine.add(str(nth), *request)
-    engine.verifier.dies = True
-    engine.verifier.faults.extend([None] * (4 + which) + [when])
-    num_lost = 0
-    while engine.has_work:
-        try:
-            outputs = await engine.step()
-        except TargetError:
-            num_lost += 1
-            engine.verifier.restart()
-            engine.reset()
-            assert not any(sequence.is_in_flight for sequence in engine.scheduler.waiting)
-            continue
-        for output in outputs:
-            texts[output.request_id] += output.token_ids
-    assert num_lost == 1
-    assert texts == {str(nth): expected_tokens(TARGET, *request) for nth, request in enumerate(requests)}
 
 
 async def test_a_switch_to_one_cohort_ends_the_round_in_flight_before_it_drafts():
@@ -176,9 +98,3 @@ async def test_outputs_can_be_delivered_while_the_drafter_works():
     noted.clear()
     await engine.run_round(meanwhile=lambda: noted.append("deliver"))
     assert noted == ["propose", "deliver"]
-
-
-def test_one_cohort_needs_no_event_loop():
-    engine = make_engine(TARGET, lambda config: ModelDrafter(DraftModel(TARGET), config))
-    engine.add("0", *long_requests(1)[0])
-    assert run_in_process(engine.step())

@@ -1,20 +1,16 @@
-"""Every family that docs/families.md lists as served writes transformers' own text, with drafts and without.
-
-Random small models with the layers of the family (`tests.families`), float32, greedy, through `LLM`.
-"""
+"""Every family that docs/families.md lists as served writes transformers' own text, with drafts and without."""
 
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
 from engine.models.causal_lm import CausalLM
 from engine.models.loader import load_whole, skeleton_of
-from tests.engine.running import chains, make_engine, run
-from tests.engine.tiny import T5_SIZES, backend_of, check_same, save, source_of
+from tests.engine.tiny import check_same, source_of
 from tests.fakes import sharpen
 from tests.families import listed, tiny_config
 
@@ -30,7 +26,6 @@ FAST = (
     "llama4_text",
     "nemotron_h",
 )
-ENCODER_DECODERS = ("MT5", "T5", "UMT5")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, logprobs=1)
 PROMPTS = torch.randint(2, 64, (2, 19), generator=torch.Generator().manual_seed(5)).tolist()
 PROMPTS[1] = PROMPTS[1][:5]
@@ -100,23 +95,3 @@ def test_a_served_family_has_the_weights_that_transformers_loads(name, tmp_path)
     module = CausalLM.load_module(source.directory, source.configuration, torch.bfloat16)
     skeleton = skeleton_of(source, torch.bfloat16)
     check_same(load_whole(source, skeleton, torch.bfloat16, torch.device("cpu")), module)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_a_served_encoder_decoder_writes_transformers_own_text(name, tmp_path):
-    """Without drafts, with another model's and with its own."""
-    for seed, folder in ((0, "target"), (1, "draft")):
-        save(getattr(transformers, f"{name}Config")(**T5_SIZES), tmp_path / folder, seed=seed, factor=3.0)
-    module = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
-    requests = [(prompt[:12], SamplingParams(temperature=0.0, max_tokens=12)) for prompt in PROMPTS]
-    # Its cache would have as many layers as the encoder.
-    settings = {"max_new_tokens": 12, "do_sample": False, "use_cache": False}
-    texts = {
-        str(i): module.generate(torch.tensor([prompt]), **settings)[0, 1:].tolist()
-        for i, (prompt, _) in enumerate(requests)
-    }
-    target, draft = (backend_of(tmp_path / folder) for folder in ("target", "draft"))
-    assert run(make_engine(target, num_speculative_tokens=0), requests) == texts
-    for backend in (draft, target):
-        assert run(make_engine(target, chains(backend), num_speculative_tokens=3), requests) == texts

@@ -1,13 +1,15 @@
 """What stands in for models, drafters, servers and time in every room's tests."""
 
-from tests.fakes.clock import Clock
+from tests.fakes.clock import Clock, erratic_clock
 from tests.fakes.drafters import (
     ConstantDrafter,
     CuttingDrafter,
     ForgetfulDrafter,
     InterruptedDrafter,
+    LosableDrafter,
     TreeDrafter,
     WrappedDrafter,
+    run_ahead,
 )
 from tests.fakes.laws import (
     FOREIGN,
@@ -32,6 +34,7 @@ __all__ = [
     "InterruptedDrafter",
     "LateModel",
     "LawBackend",
+    "LosableDrafter",
     "MarkovModel",
     "SelfDraftingModel",
     "ThinnedModel",
@@ -39,6 +42,8 @@ __all__ = [
     "WrappedDrafter",
     "byte_tokenizer",
     "data_of",
+    "erratic_clock",
     "events_of",
+    "run_ahead",
     "sharpen",
 ]

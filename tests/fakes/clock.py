@@ -1,5 +1,8 @@
 """Time that tests move."""
 
+import random
+from collections.abc import Callable
+
 
 class Clock:
     """Takes the place of `time.perf_counter`; a test sets `now`.
@@ -14,3 +17,15 @@ class Clock:
     def __call__(self) -> float:
         self.now += self.tick
         return self.now
+
+
+def erratic_clock() -> Callable[[], float]:
+    """Return a clock by which every draft length looks best for a while."""
+    chance, now = random.Random(0), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += chance.choice([0.1, 1.0, 5.0])
+        return now
+
+    return clock

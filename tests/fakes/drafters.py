@@ -1,10 +1,11 @@
 """Drafters that misbehave on purpose."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.protocols import Draft, ProposeRow
+from engine.drafting.run_ahead.shared_pass import advance_together
+from engine.protocols import NO_DRAFT, Draft, ProposeRow
 
 
 class ConstantDrafter:
@@ -58,13 +59,28 @@ class ForgetfulDrafter(WrappedDrafter):
         return [Draft(d.token_ids[:n], d.parents[:n]) for d, n in zip(drafts, lengths, strict=True)]
 
 
+def run_ahead(drafter: Any) -> bool:
+    """Do as a draft worker between two proposals; return whether a pass was launched, or is under way."""
+    if drafter.is_computing:
+        return True
+    drafter.settle()
+    drafter.end_pass()
+    num_forwards = drafter.stats.num_forwards
+    advance_together([drafter], 10**6)
+    return bool(drafter.stats.num_forwards > num_forwards)
+
+
 class InterruptedDrafter(WrappedDrafter):
     """Lets a drafter run ahead for some passes after each proposal: none, a few, or as many as there are."""
 
+    def __init__(self, drafter: Any, seed: int = 0, num_passes: Sequence[int] = (0, 1, 2, 3, 5, 1000)) -> None:
+        super().__init__(drafter, seed)
+        self.num_passes = num_passes
+
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         drafts = await self.drafter.propose(rows)
-        for _ in range(self.random.choice([0, 1, 2, 3, 5, 1000])):
-            if not self.drafter.advance():
+        for _ in range(self.random.choice(self.num_passes)):
+            if not run_ahead(self.drafter):
                 break
         return drafts
 
@@ -80,3 +96,23 @@ class CuttingDrafter(WrappedDrafter):
         ids = None if draft.top_ids is None else draft.top_ids[:n]
         probs = None if draft.top_probs is None else draft.top_probs[:n]
         return Draft(draft.token_ids[:n], draft.parents[:n], ids, probs)
+
+
+class LosableDrafter:
+    """Has no drafts in every third round: its drafter has died and another begins with nothing, or answers too late."""
+
+    def __init__(self, make: Callable[[], Any], loss: str) -> None:
+        self.make, self.loss = make, loss
+        self.drafter, self.num_rounds = make(), 0
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        self.num_rounds += 1
+        is_lost = self.num_rounds % 3 == 0
+        if is_lost and self.loss == "the draft dies":
+            self.drafter = self.make()
+            return [NO_DRAFT] * len(rows)
+        drafts: list[Draft] = await self.drafter.propose(rows)
+        return [NO_DRAFT] * len(rows) if is_lost and self.loss == "the draft hangs" else drafts
+
+    def release(self, request_id: str) -> None:
+        self.drafter.release(request_id)

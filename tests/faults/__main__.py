@@ -21,19 +21,16 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     reporting = commands.add_parser("report")
     reporting.add_argument("--fault", action="append", choices=[*FAULTS], help="only this one; may be repeated")
-    reporting.add_argument("--trials", type=int, default=1, help="how often each fault is tried")
     reporting.add_argument("--seed", type=int, default=0, help="of the moments at which faults come")
     soaking = commands.add_parser("soak")
-    soaking.add_argument("--minutes", type=float, default=0.0)
-    soaking.add_argument("--seconds", type=float, default=0.0)
+    soaking.add_argument("--minutes", type=float, default=1.0)
     soaking.add_argument("--seed", type=int, default=0, help="of the faults and of the clients")
     soaking.add_argument("--json", type=Path, help="where to write the report, too")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
     if options.command == "soak":
-        duration_s = 60 * options.minutes + options.seconds
-        return bool(soak(duration_s or 60.0, options.seed, options.json, console).problems)
-    return report(console, options.fault or [*FAULTS], num_trials=options.trials, seed=options.seed)
+        return bool(soak(60 * options.minutes, options.seed, options.json, console).problems)
+    return bool(report(console, options.fault or [*FAULTS], options.seed))
 
 
 if __name__ == "__main__":

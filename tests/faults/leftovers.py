@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,13 +27,9 @@ class Belongings:
     """Everything that a server's processes have, found by a variable in their environment and by their own folder."""
 
     def __init__(self) -> None:
-        self._mark = secrets.token_hex(8)
         self._folder = tempfile.TemporaryDirectory(prefix="soak-")
         self._shared: set[str] = set()
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return {_MARK: self._mark, "TMPDIR": self._folder.name}
+        self.variables = {_MARK: secrets.token_hex(8), "TMPDIR": self._folder.name}
 
     def note(self) -> None:
         for process in self.processes():
@@ -62,10 +59,10 @@ class Belongings:
         return found
 
     def _is_mine(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        with suppress(psutil.Error):
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            return is_alive and process.environ().get(_MARK) == self.variables[_MARK]
+        return False
 
 
 def count_roles(server: FaultServer) -> dict[str, int]:
@@ -74,14 +71,13 @@ def count_roles(server: FaultServer) -> dict[str, int]:
 
 def half_closed(server: FaultServer) -> list[str]:
     """Return the connections that the other side has closed and this one has forgotten."""
-    found = []
-    for role in ROLES:
-        for process in server.processes(role):
-            connections = process.net_connections("tcp")
-            number = sum(connection.status == psutil.CONN_CLOSE_WAIT for connection in connections)
-            if number:
-                found.append(f"{number} half-closed connections of {role}")
-    return found
+    return [
+        f"a half-closed connection of {role}"
+        for role in ROLES
+        for process in server.processes(role)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_CLOSE_WAIT
+    ]
 
 
 def count_files(server: FaultServer, role: str) -> int:
@@ -90,10 +86,8 @@ def count_files(server: FaultServer, role: str) -> int:
 
 def _open_paths(pid: int) -> Iterator[str]:
     """Yield the paths that a process maps or has open; nothing once it has ended."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             yield line[line.find("/") :] if "/" in line else ""
         for link in Path(f"/proc/{pid}/fd").iterdir():
             yield os.readlink(link)
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return

@@ -48,8 +48,8 @@ class NodeServer(FaultServer):
         """This process, which has started the nodes."""
         return psutil.Process()
 
-    def stop(self) -> None:
-        super().stop()
+    def close(self) -> None:
+        super().close()
         self.stop_nodes()
 
     def stop_nodes(self) -> None:

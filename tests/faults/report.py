@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import shutil
+from contextlib import closing
 from typing import get_args
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from tests.faults.faults import FAULTS, Setup
 from tests.faults.nodes import NodeServer
 from tests.faults.redis_head import RedisServer
 from tests.faults.server import FaultServer
-from tests.faults.trial import Trial, run_reference, run_trial
+from tests.faults.trial import run_reference, run_trial
 
 SETUPS = get_args(Setup)
 
@@ -22,52 +23,36 @@ def why_not(setup: Setup) -> str | None:
     return "no redis-server on this machine" if setup == "Redis" and shutil.which("redis-server") is None else None
 
 
-def open_server(setup: Setup, num_trials: int, **arguments: object) -> FaultServer:
-    """Return a server on which faults of a setup can be tried so often; the arguments are the application's."""
+def open_server(setup: Setup, **arguments: object) -> FaultServer:
+    """Return a server on which a fault of a setup can be tried; the arguments are the application's."""
     if setup == "several nodes":
-        return NodeServer(1 + num_trials, **arguments)
+        return NodeServer(2, **arguments)
     if setup == "Redis":
         return RedisServer(**arguments)
     return FaultServer(tensor_parallel_size=2 if setup == "two ranks" else 1, **arguments)
 
 
-def report(console: Console, names: list[str], *, num_trials: int, seed: int) -> int:
-    """Run the faults one after the other and print a table; return 1 if any stream differs or anything is left."""
-    table = Table(title="8 seeded streams of up to 400 tokens; times are medians over the trials")
-    for column in ("fault", "trials", "same content", "continued", "longest gap", "new request answered after"):
-        table.add_column(column)
+def report(console: Console, names: list[str], seed: int, **arguments: object) -> list[str]:
+    """Run the faults one after the other and print a table; return what differs, is left, or cannot be tried."""
+    columns = ("fault", "same content", "continued", "longest gap", "new request answered after")
+    table = Table(*columns, title="8 seeded streams of up to 400 tokens")
     problems: list[str] = []
     faults = sorted((FAULTS[name] for name in names), key=lambda fault: SETUPS.index(fault.setup))
     for setup, group in itertools.groupby(faults, key=lambda fault: fault.setup):
         if reason := why_not(setup):
             console.print(f"not tried: {', '.join(fault.name for fault in group)}: {reason}")
             continue
-        server = open_server(setup, num_trials)
-        try:
+        with closing(open_server(setup, **arguments)) as server:
             reference = asyncio.run(run_reference(server))
             for fault in group:
-                trials = [
-                    asyncio.run(run_trial(server, fault, reference, seed + number)) for number in range(num_trials)
-                ]
-                problems += [f"{fault.name}: {problem}" for trial in trials for problem in trial.problems]
+                trial = asyncio.run(run_trial(server, fault, reference, seed))
+                problems += [f"{fault.name}: {problem}" for problem in trial.problems]
                 problems += [f"{fault.name}: {gauge} is {value}" for gauge, value in server.what_is_left().items()]
-                table.add_row(*(row := _row(trials)))
-                console.print(", ".join(row))
-        finally:
-            server.stop()
+                num_continued = sum(stream.num_reconnects > 0 for stream in trial.streams)
+                equal = f"{len(trial.streams) - len(trial.differing)} of {len(trial.streams)}"
+                times = f"{trial.longest_gap_s:.1f} s", f"{trial.back_after_s:.1f} s"
+                table.add_row(fault.name, equal, str(num_continued or "-"), *times)
     console.print(table)
     for problem in problems:
         console.print(problem)
-    return bool(problems)
-
-
-def _row(trials: list[Trial]) -> tuple[str, ...]:
-    num_streams = sum(len(trial.streams) for trial in trials)
-    num_differing = sum(len(trial.differing) for trial in trials)
-    num_continued = sum(stream.num_reconnects > 0 for trial in trials for stream in trial.streams)
-    gap_s, back_s = (
-        sorted(getattr(trial, name) for trial in trials)[len(trials) // 2] for name in ("longest_gap_s", "back_after_s")
-    )
-    name = trials[0].fault.name
-    equal = f"{num_streams - num_differing} of {num_streams}"
-    return name, str(len(trials)), equal, str(num_continued or "-"), f"{gap_s:.1f} s", f"{back_s:.1f} s"
+    return problems

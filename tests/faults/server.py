@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import psutil
 
@@ -11,8 +12,9 @@ from tests.bench.contestants.with_serve import Server
 from tests.bench.workload import Cell, Workload
 from tests.e2e.servers import metrics
 from tests.faults.streams import REQUESTS
+from tests.waiting import wait_until
 
-APPEAR_TIMEOUT_S = 60.0
+APPEAR_TIMEOUT_S, EMPTY_TIMEOUT_S = 60.0, 10.0
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
@@ -29,14 +31,14 @@ class FaultServer(Server):
     def root(self) -> psutil.Process:
         return psutil.Process(self.pid)
 
-    def process(self, name: str, position: int = 0, timeout_s: float = APPEAR_TIMEOUT_S) -> psutil.Process:
+    def process(self, name: str, position: int = 0) -> psutil.Process:
         """Return the process of an actor, by a part of its title and by age; wait until there is one."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if len(found := self.processes(name)) > position:
-                return found[position]
+        deadline = time.monotonic() + APPEAR_TIMEOUT_S
+        while len(found := self.processes(name)) <= position:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no process has {name!r} in its title")
             time.sleep(0.1)
-        raise RuntimeError(f"no process has {name!r} in its title")
+        return found[position]
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Return the actors that have `name` in their titles, or the programs of this name, the oldest first."""
@@ -51,15 +53,16 @@ class FaultServer(Server):
     def num_resubmissions(self) -> float:
         return self.metrics().total("paceline:resubmissions_total")
 
-    def what_is_left(self, timeout_s: float = 10.0) -> dict[str, float]:
+    def what_is_left(self) -> dict[str, float]:
         """Return the gauges that are not zero, although no request is open."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            found = self.metrics()
-            left = {name: found.total(name) for name in GAUGES if found.total(name)}
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.1)
+
+        def left() -> dict[str, float]:
+            shown = self.metrics()
+            return {name: shown.total(name) for name in GAUGES if shown.total(name)}
+
+        with suppress(TimeoutError):
+            wait_until(lambda: not left(), EMPTY_TIMEOUT_S)
+        return left()
 
 
 def _is_called(title: str, name: str) -> bool:

@@ -34,9 +34,10 @@ class SoakReport:
     """What was done to the server, what its clients saw, and what was left.
 
     Attributes:
+        num_missed: faults whose process was just being replaced.
         requests: of the clients, by how they ended.
         counters: the server's own counts of requests.
-        restarts: how often a target was restarted, and requests were sent to a Router again.
+        resubmissions: requests that were sent to a Router again, by reason.
         problems: every invariant that does not hold, in words.
     """
 
@@ -52,10 +53,6 @@ class SoakReport:
     resubmissions: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def show(self, console: Console) -> None:
-        console.print_json(json.dumps(asdict(self) | {"problems": self.problems[:SHOWN]}))
-        console.print(f"{len(self.problems)} problems" if self.problems else "nothing differs, hangs or is left behind")
-
 
 def soak(duration_s: float, seed: int, json_path: Path | None, console: Console) -> SoakReport:
     """Run the chaos and print the report; with a path, write it as JSON, and the server's log beside it."""
@@ -67,9 +64,11 @@ def soak(duration_s: float, seed: int, json_path: Path | None, console: Console)
     finally:
         if json_path is not None:
             json_path.with_suffix(".log").write_text(server.log)
-        server.stop()
+        server.close()
     report.problems += [f"left behind: {name}" for name in belongings.left()]
-    report.show(console)
+    problems = report.problems
+    console.print_json(json.dumps(asdict(report) | {"problems": problems[:SHOWN]}))
+    console.print(f"{len(problems)} problems" if problems else "nothing differs, hangs or is left behind")
     if json_path is not None:
         json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
     return report
@@ -80,8 +79,7 @@ async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) 
     async with open_session(server.url) as session:
         load = await Load.begin(session)
         await load.burst(BURST_SIZES[1])  # opens the connections that HAProxy and the Ingress keep
-        before = count_roles(server)
-        num_files = count_files(server, ":Ingress")
+        before, num_files = count_roles(server), count_files(server, ":Ingress")
         chaos = Chaos(server, load, choices)
         noting = asyncio.create_task(_note(belongings))
         striking = asyncio.create_task(chaos.run())
@@ -98,37 +96,33 @@ async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) 
     if len(load.latencies_s) > 1:
         cuts = quantiles(load.latencies_s, n=100)
         report.median_s, report.slowest_percent_s = cuts[49], cuts[98]
-    report.problems += load.problems
-    report.problems += await _settled(server, before)
+    report.problems += load.problems + await _unsettled(server, before)
     report.problems += [f"{name} is {value} at the end" for name, value in server.what_is_left().items()]
     report.problems += half_closed(server)
     if (more := count_files(server, ":Ingress") - num_files) > MORE_FILES:
         report.problems.append(f"the Ingress has {more} more files open")
+    _count_requests(server, report)
+
+
+def _count_requests(server: FaultServer, report: SoakReport) -> None:
+    """Compare what the server counted with what the clients did."""
     metrics = server.metrics()
-    moved = metrics.by("paceline:resubmissions_total", "reason")
-    report.resubmissions = {reason: count for (reason,), count in moved.items()}
-    ended = metrics.by("paceline:requests_ended_total", "outcome")
-    started = metrics.total("paceline:requests_started_total")
-    report.counters = {"started": started, **{outcome: count for (outcome,), count in ended.items()}}
-    report.problems += find_imbalance(report)
+    resubmissions = metrics.by("paceline:resubmissions_total", "reason")
+    report.resubmissions = {reason: count for (reason,), count in resubmissions.items()}
+    ended = {outcome: count for (outcome,), count in metrics.by("paceline:requests_ended_total", "outcome").items()}
+    report.counters = {"started": metrics.total("paceline:requests_started_total"), **ended}
+    if report.counters["started"] != sum(ended.get(outcome, 0) for outcome in ("finished", "failed", "aborted")):
+        report.problems.append(f"requests that never ended: {report.counters}")
+    if ended.get("aborted", 0) > report.requests.get("aborted", 0):
+        report.problems.append(f"requests were aborted that no client gave up: {report.counters}, {report.requests}")
 
 
-def find_imbalance(report: SoakReport) -> list[str]:
-    counts = {"finished": 0.0, "failed": 0.0, "aborted": 0.0, **report.counters}
-    problems = []
-    if counts["started"] != counts["finished"] + counts["failed"] + counts["aborted"]:
-        problems.append(f"requests that never ended: {report.counters}")
-    if counts["aborted"] > report.requests.get("aborted", 0):
-        problems.append(f"{counts['aborted']:g} requests were aborted, clients gave up {report.requests}")
-    return problems
-
-
-async def _settled(server: FaultServer, before: dict[str, int]) -> list[str]:
+async def _unsettled(server: FaultServer, before: dict[str, int]) -> list[str]:
     """Wait until there are as many processes as before; return the difference that stays."""
     deadline = time.monotonic() + SETTLE_S
     while (now := await asyncio.to_thread(count_roles, server)) != before:
         if time.monotonic() > deadline:
-            return [f"{now[role]} processes of {role} instead of {before[role]}" for role in now if now != before]
+            return [f"the processes are {now} instead of {before}"]
         await asyncio.sleep(0.2)
     return []
 

@@ -36,13 +36,42 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @dataclass(slots=True)
-class Received:
-    """What a client received of one request: by choice its text, tokens, scores and reason; and how."""
+class Choice:
+    """One choice of an answer."""
 
-    texts: dict[int, str] = field(default_factory=dict)
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[float | None]] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    reason: str | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
+        message = choice.get("delta") or choice.get("message") or {}
+        self.text += choice["text"] if "text" in choice else message.get("content") or ""
+        self.token_ids += choice.get("token_ids") or []
+        scores = choice.get("logprobs") or {}
+        self.logprobs += scores.get("token_logprobs") or [entry["logprob"] for entry in scores.get("content") or ()]
+        self.reason = choice["finish_reason"] or self.reason
+
+    def difference(self, expected: "Choice") -> str | None:
+        """Return how a client could tell this from what it expects; None if it could not."""
+        if self.token_ids != expected.token_ids:
+            pairs = enumerate(zip(self.token_ids, expected.token_ids, strict=False))
+            shorter = min(len(self.token_ids), len(expected.token_ids))
+            first = next((i for i, (token_id, other) in pairs if token_id != other), shorter)
+            ids = self.token_ids[first : first + 8], expected.token_ids[first : first + 8]
+            return f"token {first} of {len(expected.token_ids)}: {ids[0]} instead of {ids[1]}"
+        if (self.text, self.reason) != (expected.text, expected.reason):
+            return f"{self.text!r} ({self.reason}) instead of {expected.text!r} ({expected.reason})"
+        if not _are_close(self.logprobs, expected.logprobs):
+            return f"log probabilities {self.logprobs} instead of {expected.logprobs}"
+        return None
+
+
+@dataclass(slots=True)
+class Received:
+    """What a client received of one request, and how."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     code: str | None = None
@@ -50,21 +79,17 @@ class Received:
     num_reconnects: int = 0
     longest_gap_s: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices.values())
+
     def add(self, event: dict[str, Any]) -> None:
         """Take an event, or a whole body."""
         if "error" in event:
             self.error, self.code = event["error"]["message"], event["error"].get("code")
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", ()):
-            index = choice["index"]
-            text = choice["text"] if "text" in choice else _message(choice).get("content") or ""
-            self.texts[index] = self.texts.get(index, "") + text
-            self.token_ids.setdefault(index, []).extend(choice.get("token_ids") or [])
-            scores = choice.get("logprobs") or {}
-            values = scores.get("token_logprobs") or [entry["logprob"] for entry in scores.get("content") or ()]
-            self.logprobs.setdefault(index, []).extend(values)
-            if choice["finish_reason"] is not None:
-                self.reasons[index] = choice["finish_reason"]
+            self.choices.setdefault(choice["index"], Choice()).add(choice)
 
     def difference(self, expected: "Received") -> str | None:
         """Return how a client could tell this from what it expects, except by times; None if it could not.
@@ -72,42 +97,20 @@ class Received:
         An answer that was not given to its end says so first: what came of it may well be right.
         """
         if (self.error, self.has_ended) != (expected.error, expected.has_ended):
-            num_tokens, num_expected = (sum(map(len, one.token_ids.values())) for one in (self, expected))
-            return f"ends with {self.error or 'no last event'} after {num_tokens} of {num_expected} tokens"
-        for index, token_ids in expected.token_ids.items():
-            if (difference := _first_difference(self.token_ids.get(index, []), token_ids)) is not None:
+            counts = f"{self.num_tokens} of {expected.num_tokens} tokens"
+            return f"ends with {self.error or 'no last event'} after {counts}"
+        for index in self.choices | expected.choices:
+            choice = self.choices.get(index, Choice())
+            if (difference := choice.difference(expected.choices.get(index, Choice()))) is not None:
                 return f"choice {index}: {difference}"
-        for name in ("token_ids", "texts", "reasons", "usage"):
-            if (actual := getattr(self, name)) != (wanted := getattr(expected, name)):
-                return f"{name}: {actual} instead of {wanted}"
-        if self.logprobs.keys() != expected.logprobs.keys():
-            return f"log probabilities of the choices {[*self.logprobs]} instead of {[*expected.logprobs]}"
-        for index, logprobs in expected.logprobs.items():
-            if not _are_close(self.logprobs[index], logprobs):
-                return f"log probabilities of choice {index}: {self.logprobs[index]} instead of {logprobs}"
-        return None
-
-
-def _message(choice: dict[str, Any]) -> dict[str, Any]:
-    message: dict[str, Any] = choice["delta"] if "delta" in choice else choice["message"]
-    return message
-
-
-def _first_difference(actual: list[int], expected: list[int]) -> str | None:
-    """Return where and how token ids differ; None if they do not."""
-    if actual == expected:
-        return None
-    pairs = enumerate(zip(actual, expected, strict=False))
-    position = next((i for i, (one, other) in pairs if one != other), min(len(actual), len(expected)))
-    rest, wanted = actual[position : position + 8], expected[position : position + 8]
-    return f"token {position} of {len(expected)}: {rest} instead of {wanted}"
+        return None if self.usage == expected.usage else f"usage: {self.usage} instead of {expected.usage}"
 
 
 def _are_close(actual: list[float | None], expected: list[float | None]) -> bool:
     """Whether log probabilities differ by their rounding only, which depends on the batch; a first token has none."""
     return len(actual) == len(expected) and all(
-        one is other if one is None or other is None else math.isclose(one, other, abs_tol=1e-3)
-        for one, other in zip(actual, expected, strict=True)
+        value is other if value is None or other is None else math.isclose(value, other, abs_tol=1e-3)
+        for value, other in zip(actual, expected, strict=True)
     )
 
 

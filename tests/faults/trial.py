@@ -33,13 +33,11 @@ class Trial:
     """What the clients saw of a fault.
 
     Attributes:
-        struck_after_s: when the fault came, since the streams began.
         back_after_s: how long after the fault a new request was answered.
         differing: by the index of a stream, how it differs from the reference.
     """
 
     fault: Fault
-    struck_after_s: float
     back_after_s: float
     streams: list[Received]
     differing: dict[int, str]
@@ -77,7 +75,7 @@ async def run_trial(server: FaultServer, fault: Fault, reference: Reference, see
         back_after_s = await _probe(session)
         streams = await running
         differing = reference.differences(dict(enumerate(streams)))
-    return Trial(fault, delay_s, back_after_s, streams, differing)
+    return Trial(fault, back_after_s, streams, differing)
 
 
 async def _probe(session: aiohttp.ClientSession) -> float:

@@ -2,21 +2,25 @@
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 
 from .arms import Arm, in_turn
 from .options import Options, parse
 from .records import Record
 from .reference import differences, reference_texts
 from .report import Report
-from .run import Load, Run, open_run
+from .run import Run, open_run
 from .server import LoadError
 from .summary import summarize
 from .sweep import Level, search
 from .tool_suite import main as run_suite
+
+MAX_LOAD = 256
+"""Users, or requests per second, that a sweep tries at most."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,39 +42,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _test(options: Options, console: Console) -> Report:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"warming up {options.url}", total=None)
+    with console.status(f"warming up {options.url}") as status:
         async with open_run(options) as run:
-            progress.remove_task(task)
-            levels = await _sweep(run, progress) if options.sweep else []
-            if not options.sweep:
-                for turn in range(options.num_turns):
-                    for arm in in_turn(options.arm_list, turn):
-                        await _measure(run, arm, turn, run.load(), progress)
+            levels = await _sweep(run, status) if options.sweep else []
+            for turn in range(0 if options.sweep else options.num_turns):
+                for arm in in_turn(options.arm_list, turn):
+                    await _measure(run, arm, turn, None, status)
             differing = None
             if options.reference is not None:
-                progress.add_task(f"texts of {options.reference}", total=None)
+                status.update(f"texts of {options.reference}")
                 differing = differences(run.records, await reference_texts(run.plan, run.records))
     return Report(run, levels, differing)
 
 
-async def _sweep(run: Run, progress: Progress) -> list[Level]:
+async def _sweep(run: Run, status: Status) -> list[Level]:
     """Find the capacity of every arm; they take turns, so that a machine whose speed drifts drifts for all of them."""
     options, slo = run.options, run.options.limits
     assert slo is not None
-    is_users = options.rate is None
     first = options.rate or options.concurrency or 1
-    searches = {
-        arm: search(first=first, highest=options.max_level or 256, is_whole=is_users) for arm in options.arm_list
-    }
-    loads: dict[Arm, float] = {arm: next(steps) for arm, steps in searches.items()}
+    is_whole = options.rate is None
+    searches = {arm: search(first=first, highest=MAX_LOAD, is_whole=is_whole) for arm in options.arm_list}
+    loads = {arm: next(steps) for arm, steps in searches.items()}
     levels: list[Level] = []
     while loads:
         for arm, load in [*loads.items()]:
-            requests = Load(num_users=int(load), duration_s=options.duration_s) if is_users else run.open_load(load)
-            records = await _measure(run, arm, len(levels), requests, progress)
-            levels.append(Level(arm.name, load, summarize(records, slo), slo.is_met(records)))
+            records = await _measure(run, arm, len(levels), load, status)
+            levels.append(Level(arm.name, load, slo.is_met(records), summarize(records, slo)))
             try:
                 loads[arm] = searches[arm].send(levels[-1].holds)
             except StopIteration:
@@ -78,19 +75,16 @@ async def _sweep(run: Run, progress: Progress) -> list[Level]:
     return sorted(levels, key=lambda level: (level.arm, level.load))
 
 
-async def _measure(run: Run, arm: Arm, turn: int, load: Load, progress: Progress) -> list[Record]:
-    """Measure a load, with a bar that counts its requests."""
-    task = progress.add_task("", total=load.num_expected)
-    outcomes = {"ok": 0, "429": 0, "failed": 0}
+async def _measure(run: Run, arm: Arm, turn: int, level: float | None, status: Status) -> list[Record]:
+    """Measure a load, and show how its requests ended so far."""
+    outcomes = Counter[str]()
 
     def count(record: Record) -> None:
-        outcomes[record.outcome if record.outcome in outcomes else "failed"] += 1
-        shown = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items() if number)
-        progress.update(task, advance=1, description=f"{arm.name}, turn {turn + 1}: {shown}")
+        outcomes[record.outcome] += 1
+        shown = ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
+        status.update(f"{arm.name}, turn {turn + 1}: {shown}")
 
-    records = await run.measure(arm, turn, load, count)
-    progress.remove_task(task)
-    return records
+    return await run.measure(arm, turn, run.load(level), count)
 
 
 if __name__ == "__main__":

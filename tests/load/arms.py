@@ -31,13 +31,10 @@ class Arm:
 
     def fields(self) -> dict[str, Any]:
         """Return what the request's `speculative` has for this arm."""
-        if self.name == "off":
-            return {"enabled": False}
-        if self.name.startswith("limit-"):
-            return {"num_speculative_tokens": int(self.name.removeprefix("limit-"))}
-        if self.name.startswith("fixed-"):
-            return {"num_speculative_tokens": int(self.name.removeprefix("fixed-")), "fixed": True}
-        return {}
+        kind, _, length = self.name.partition("-")
+        if length:
+            return {"num_speculative_tokens": int(length), **({"fixed": True} if kind == "fixed" else {})}
+        return {"enabled": False} if kind == "off" else {}
 
     def check(self, counters: Counters | None) -> None:
         """Check that the server did what the arm is called.
@@ -45,19 +42,18 @@ class Arm:
         Args:
             counters: what its requests added to the server's.
 
-        Raises:
-            LoadError: it did something else, or its `/metrics` does not tell.
+            Raises LoadError if it did something else, or its `/metrics` does not tell.
         """
         if self.name == DEFAULT:
             return
         if counters is None:
             raise LoadError(f"arm {self.name}: {self.url}/metrics has no counters of drafts, so it cannot be checked")
-        if self.name == "off" and counters.acceptance.num_draft_tokens:
-            count = counters.acceptance.num_draft_tokens
-            raise LoadError(f"arm off: {self.url} drafted {count} tokens all the same (is other traffic on it?)")
-        if self.name != "off" and not counters.acceptance.num_draft_tokens and "trial" not in counters.rounds:
-            if self.name == "adaptive" and "goodput" in counters.rounds:
-                return  # it has found drafts to be slower
+        num_drafted = counters.acceptance.num_draft_tokens
+        if self.name == "off" and num_drafted:
+            raise LoadError(f"arm off: {self.url} drafted {num_drafted} tokens all the same (is other traffic on it?)")
+        if self.name == "adaptive" and "goodput" in counters.rounds:
+            return  # even if it has found drafts to be slower, and drafted nothing
+        if self.name != "off" and not num_drafted and "trial" not in counters.rounds:
             raise LoadError(f"arm {self.name}: {self.url} drafted nothing; it has no draft, or speculation is off")
         expected = {"fixed": {"fixed"}, "adaptive": {"goodput", "trial"}}.get(self.name)
         if expected and not expected & counters.rounds.keys():
@@ -70,8 +66,7 @@ class Arm:
 def parse_arms(names: str, url: str, urls: Mapping[str, str]) -> list[Arm]:
     """Return the arms of `off,fixed,adaptive`.
 
-    Raises:
-        ValueError: an arm is unknown or named twice, or an address is for none of them.
+    Raises ValueError if an arm is unknown or named twice, or an address is for none of them.
     """
     arms = [Arm(name, urls.get(name, url)) for name in names.split(",")]
     for arm in arms:

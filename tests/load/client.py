@@ -138,7 +138,6 @@ def _take(event: dict[str, Any], arrived_s: float, record: Record) -> None:
         record.acceptance = Acceptance(
             figures["num_spec_steps"], figures["num_draft_tokens"], figures["num_accepted_draft_tokens"]
         )
-        record.histogram = figures["acceptance_histogram"]
 
 
 def _retry_after_s(response: httpx.Response) -> float:

@@ -42,8 +42,6 @@ class Options(BaseModel):
     multiplies it"""
     sweep: bool = False
     """find the most users, or with --rate the highest rate from there on, at which --slo holds"""
-    max_level: PositiveInt | None = None
-    """sweep: users or requests/s at most (default: 256)"""
     burstiness: PositiveFloat | None = None
     """with --rate: 1 is Poisson, below 1 requests come in bursts, inf is regular (default: 1)"""
     requests: PositiveInt | None = None
@@ -54,8 +52,6 @@ class Options(BaseModel):
     """requests of each arm that do not count"""
     prompts: str = "bundled"
     """files (.jsonl or paragraphs) or humaneval, mt_bench, gsm8k, bundled; parted by commas"""
-    synthetic: PositiveInt | None = None
-    """prompts of so many tokens, made of the prompts' text"""
     max_tokens: PositiveInt = 128
     """of each text"""
     ignore_eos: bool = False
@@ -84,17 +80,15 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         is_closed = self.rate is None and self.trace is None
-        counted, fixed = self.requests or self.synthetic, self.arms == DEFAULT or self.requests or self.sweep
+        is_fixed = self.arms == DEFAULT or self.requests or self.sweep
         for is_wrong, message in (
             (self.rate and self.concurrency, "give --rate or --concurrency, not both"),
             (self.sweep and not self.slo, "--sweep looks for the load at which an SLO still holds: give it --slo"),
             (self.sweep and (self.trace or self.requests), "--sweep goes with neither --trace nor --requests"),
-            (self.trace and counted, "a trace has its own numbers and lengths: no --requests, no --synthetic"),
-            (self.trace and self.concurrency, "a trace says when requests come: no --concurrency"),
+            (self.trace and (self.requests or self.concurrency), "--trace says when how many requests come"),
             (self.burstiness and (self.trace or not self.rate), "--burstiness is that of --rate, without a trace"),
-            (self.max_level and not self.sweep, "--max-level is that of --sweep"),
             (self.requests and self.duration, "give --requests or --duration, not both"),
-            (self.duration and is_closed and not fixed, "arms are compared on the same requests: give --requests"),
+            (self.duration and is_closed and not is_fixed, "arms are compared on the same requests: give --requests"),
             (self.sweep and (self.turns or 1) > 1, "--turns does not go with --sweep"),
         ):
             if is_wrong:

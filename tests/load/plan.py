@@ -11,7 +11,6 @@ from .prompts import Prompt, SizedText, read_prompts
 from .server import Server, count_prompt_tokens, extension_fields, prompt_fields
 from .traces import excerpt, fit, read
 
-_NUM_SYNTHETIC = 32
 _RESERVE = 0.1
 """Share of a model's length that prompts from a trace leave free, because their tokens are only estimated."""
 
@@ -36,7 +35,7 @@ class Plan:
 
     def body(self, index: int, arm: Arm, *, cache_salt: str) -> dict[str, Any]:
         """Return a request's body for an arm; only `speculative` and the salt differ between arms."""
-        body = self._common(index) | {"stream": True, "stream_options": {"include_usage": True}}
+        body = self._common(index)
         if self.server.has_extensions:
             body |= extension_fields(cache_salt)
             body["speculative"] |= arm.fields()
@@ -46,8 +45,7 @@ class Plan:
 
     def reference_body(self, index: int, *, has_extensions: bool) -> dict[str, Any]:
         """Return the body that asks a reference for the same text, without drafts."""
-        body = self._common(index) | {"stream": True, "stream_options": {"include_usage": True}}
-        return body | ({"speculative": {"enabled": False}} if has_extensions else {})
+        return self._common(index) | ({"speculative": {"enabled": False}} if has_extensions else {})
 
     def _common(self, index: int) -> dict[str, Any]:
         prompt = self._prompt(index)
@@ -56,10 +54,12 @@ class Plan:
             **prompt_fields(self.options.endpoint, prompt.content),
             "max_tokens": prompt.num_tokens or self.options.max_tokens,
             "temperature": self.options.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
         }
         if self.options.temperature:
             body["seed"] = self.options.seed + index
-        if self.server.has_extensions and (self.options.ignore_eos or prompt.num_tokens or self.options.synthetic):
+        if self.server.has_extensions and (self.options.ignore_eos or prompt.num_tokens):
             body["ignore_eos"] = True
         return body
 
@@ -68,13 +68,12 @@ class Plan:
 
 
 async def make_plan(options: Options, client: Client, server: Server) -> Plan:
-    """Read the prompts, and make text of the lengths that a trace or `--synthetic` asks for.
+    """Read the prompts, and make text of the lengths that a trace asks for.
 
-    Raises:
-        LoadError: a file cannot be read, or the server refuses a prompt.
+    Raises LoadError if a file cannot be read, or the server refuses a prompt.
     """
     prompts = read_prompts(options.prompts.split(","), seed=options.seed)
-    if options.trace is None and options.synthetic is None:
+    if options.trace is None:
         return Plan(prompts, options, server)
 
     async def count_tokens(text: str) -> int:
@@ -82,10 +81,6 @@ async def make_plan(options: Options, client: Client, server: Server) -> Plan:
 
     text = SizedText(prompts, count_tokens)
     await text.calibrate()
-    if options.trace is None:
-        assert options.synthetic is not None
-        sized = [await text.exactly(options.synthetic, seed) for seed in range(_NUM_SYNTHETIC)]
-        return Plan([Prompt(content, "synthetic") for content in sized], options, server)
     arrivals = excerpt(read(options.trace), duration_s=options.duration_s, requests_per_s=options.rate)
     notes: list[str] = []
     if server.max_model_len is not None:
@@ -97,12 +92,14 @@ async def make_plan(options: Options, client: Client, server: Server) -> Plan:
                 f"{num_cut} of the trace's {len(arrivals)} requests were cut to {room - max_tokens} prompt tokens and "
                 f"{max_tokens} new ones (--max-tokens; the model takes {server.max_model_len})"
             )
-    contents = [
-        text.about(arrival.num_prompt_tokens, seed, arrival.block_ids) if arrival.prompt is None else arrival.prompt
-        for seed, arrival in enumerate(arrivals)
-    ]
-    domain = options.trace.stem
     replayed = [
-        Prompt(content, domain, arrival.num_tokens) for content, arrival in zip(contents, arrivals, strict=True)
+        Prompt(
+            text.about(arrival.num_prompt_tokens, seed, arrival.block_ids)
+            if arrival.prompt is None
+            else arrival.prompt,
+            domain=options.trace.stem,
+            num_tokens=arrival.num_tokens,
+        )
+        for seed, arrival in enumerate(arrivals)
     ]
     return Plan(replayed, options, server, [arrival.time_s for arrival in arrivals], notes)

@@ -16,7 +16,6 @@ FIELDS = ("prompt", "text", "question", "turns", "messages")
 """Where a line of JSON has its prompt; of several turns the first one is asked."""
 CountTokens = Callable[[str], Awaitable[int]]
 _PROBE_CHARS = 1600
-_MAX_CORRECTIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ def read_prompts(sources: Sequence[str], *, seed: int) -> list[Prompt]:
     else the file does. In any other file, blank lines part the prompts. `humaneval`, `mt_bench` and `gsm8k` are the
     shared data sets, `bundled` the prompts of the bundled pair's card.
 
-    Raises:
-        LoadError: a file cannot be read, or holds no prompt.
+    Raises LoadError if a file cannot be read, or holds no prompt.
     """
     prompts: list[Prompt] = []
     for source in sources:
@@ -61,17 +59,13 @@ def read_prompts(sources: Sequence[str], *, seed: int) -> list[Prompt]:
     return prompts
 
 
-def bundled_prompts() -> Path:
-    """Return the file of the bundled pair's prompts, without importing the package, which would load torch."""
-    package = find_spec("engine")
-    assert package is not None
-    assert package.origin is not None
-    return Path(package.origin).parent / "pair" / "prompts.txt"
-
-
 def _path(source: str) -> Path:
+    """Return the file of a source; for the bundled pair's, without importing the package, which would load torch."""
     if source == "bundled":
-        return bundled_prompts()
+        package = find_spec("engine")
+        assert package is not None
+        assert package.origin is not None
+        return Path(package.origin).parent / "pair" / "prompts.txt"
     shared = SHARED_PROMPTS / f"{source}.jsonl"
     return shared if shared.is_file() else Path(source)
 
@@ -97,7 +91,7 @@ def _read_paragraphs(text: str, domain: str) -> list[Prompt]:
 
 
 class SizedText:
-    """Makes text of a given number of tokens, out of the text of other prompts.
+    """Makes text of about a given number of tokens, out of the text of other prompts.
 
     The server counts the tokens, so no tokenizer is needed here. Two counts give the tokens that surround any prompt
     (those of a chat template, for example) and the characters of a token.
@@ -136,16 +130,6 @@ class SizedText:
         block_chars = round(BLOCK_TOKENS * self._chars_per_token)
         blocks = "".join(self._from(block_id, block_chars) for block_id in block_ids)
         return (blocks + self._from(seed, max(0, num_chars - len(blocks))))[:num_chars]
-
-    async def exactly(self, num_tokens: int, seed: int) -> str:
-        """Return text of that many tokens; off by a few where no cut gives the exact number."""
-        text = self.about(num_tokens, seed)
-        for _ in range(_MAX_CORRECTIONS):
-            missing = num_tokens - await self._count_tokens(text)
-            if not missing:
-                break
-            text = self._from(seed, max(1, len(text) + round(missing * self._chars_per_token)))
-        return text
 
     def _from(self, seed: int, num_chars: int) -> str:
         start = random.Random(seed).randrange(len(self._text))

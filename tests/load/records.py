@@ -46,7 +46,6 @@ class Record:
         outcome: `ok`, `429`, another HTTP status, or a word for what failed: `timeout`, `ConnectError`, `cut`, ...
         chunks: times at which tokens arrived, and the tokens received by then; 0 where the server does not say.
         acceptance: None if the server does not report it per request.
-        histogram: drafts by how many of their tokens were accepted.
     """
 
     index: int
@@ -65,7 +64,6 @@ class Record:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     acceptance: Acceptance | None = None
-    histogram: list[int] = field(default_factory=list)
     prompt_token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -125,8 +123,7 @@ class Slo:
     def parse(cls, text: str, min_share: float) -> "Slo":
         """Return the limits of `ttft=500,tpot=50`.
 
-        Raises:
-            ValueError: a name is unknown, or a limit is no positive number.
+        Raises ValueError if a name is unknown, or a limit is no positive number.
         """
         limits: dict[LatencyName, float] = {}
         for part in text.split(","):

@@ -1,8 +1,7 @@
 """Reference: every text is compared with the one that the target writes without drafts."""
 
 import asyncio
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,42 +34,33 @@ class Difference:
 
 def differences(records: Sequence[Record], texts: Mapping[int, str]) -> list[Difference]:
     """Return the successful requests whose text is not the reference's text for the same number."""
-    found = []
+    differing = []
     for record in records:
         expected = texts[record.index] if record.is_ok else record.text
         if record.text != expected:
             pairs = enumerate(zip(record.text, expected, strict=False))
             shorter = min(len(record.text), len(expected))
             position = next((i for i, (actual, other) in pairs if actual != other), shorter)
-            found.append(
-                Difference(record.index, record.arm, record.turn, position, expected[position:], record.text[position:])
-            )
-    return found
+            pieces = expected[position:], record.text[position:]
+            differing.append(Difference(record.index, record.arm, record.turn, position, *pieces))
+    return differing
 
 
 async def reference_texts(plan: Plan, records: Sequence[Record]) -> dict[int, str]:
     """Return the reference's text for each request that succeeded, by its number.
 
-    Raises:
-        LoadError: the reference cannot be reached, or does not answer a request.
+    Raises LoadError if the reference cannot be reached, or does not answer a request.
     """
     reference = plan.options.reference
     assert reference is not None
     needed = {record.index: record for record in records if record.is_ok}
-    bodies = {index: plan.reference_body(index, has_extensions=True) for index in needed}
-    first_with: dict[str, int] = {}
-    for index, body in bodies.items():
-        first_with.setdefault(json.dumps(body), index)
-    distinct = sorted(first_with.values())
     if reference == ENGINE or reference.startswith(f"{ENGINE}:"):
-        model = reference.partition(":")[2]
-        texts = await asyncio.to_thread(_from_engine, model, [(needed[i], bodies[i]) for i in distinct])
-    else:
-        texts = await _from_server(reference, plan, distinct)
-    return {index: texts[first_with[json.dumps(body)]] for index, body in bodies.items()}
+        requests = [(record, plan.reference_body(index, has_extensions=True)) for index, record in needed.items()]
+        return await asyncio.to_thread(_from_engine, reference.partition(":")[2], requests)
+    return await _from_server(reference, plan, needed)
 
 
-async def _from_server(url: str, plan: Plan, indices: Sequence[int]) -> dict[int, str]:
+async def _from_server(url: str, plan: Plan, indices: Iterable[int]) -> dict[int, str]:
     """Ask a server for the texts, some at a time."""
     options = plan.options
     client = Client(url, PATHS[options.endpoint], api_key=options.api_key, timeout_s=options.timeout)

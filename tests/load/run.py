@@ -3,41 +3,23 @@
 import asyncio
 import contextlib
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from .arms import DEFAULT, Arm
 from .client import Client, Clock
-from .loops import LoopLag, arrival_times, closed_loop, open_loop
+from .loops import LoopLag, Send, arrival_times, closed_loop, open_loop
 from .options import Options
 from .plan import Plan, make_plan
 from .records import Acceptance, Record
 from .server import PATHS, LoadError, Server, read_counters, survey
 
 OnRecord = Callable[[Record], None]
+Load = Callable[[Send], Coroutine[Any, Any, None]]
+"""Sends the requests of a load, at times or from users, until all are answered."""
 DEFAULT_USERS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How requests come: at times, or from users.
-
-    Attributes:
-        times: seconds since the start; None is a closed loop.
-        num_users: of a closed loop, which ends after `num_requests` or `duration_s`.
-    """
-
-    times: Sequence[float] | None = None
-    num_users: int = 1
-    num_requests: int | None = None
-    duration_s: float | None = None
-
-    @property
-    def num_expected(self) -> int | None:
-        """None if the number of requests depends on the server."""
-        return self.num_requests if self.times is None else len(self.times)
 
 
 @dataclass(slots=True)
@@ -55,50 +37,30 @@ class Run:
     lag: LoopLag = field(default_factory=LoopLag)
     records: list[Record] = field(default_factory=list)
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
-    cpu_s: float = 0.0
-    busy_s: float = 0.0
 
-    def load(self) -> Load:
-        """Return the load that the options describe, without a sweep."""
-        options = self.options
-        if self.plan.times is not None:
-            return Load(times=self.plan.times)
-        if options.rate is not None:
-            return self.open_load(options.rate)
-        users = options.concurrency or DEFAULT_USERS
-        return Load(num_users=users, num_requests=options.num_requests, duration_s=options.duration_s)
-
-    def open_load(self, rate: float) -> Load:
-        """Return arrivals at a rate, for as long as the options say."""
-        options = self.options
-        times = arrival_times(
-            rate,
-            options.burstiness or 1.0,
-            num_requests=options.num_requests,
-            duration_s=options.duration_s,
-            seed=options.seed,
-        )
-        return Load(times)
+    def load(self, level: float | None = None) -> Load:
+        """Return the load that the options describe, or one of a sweep: so many users, or requests per second."""
+        options, duration_s, times = self.options, self.options.duration_s, self.plan.times
+        if times is None and options.rate is not None:
+            burstiness, count = options.burstiness or 1.0, options.num_requests
+            rate = level or options.rate
+            times = arrival_times(rate, burstiness, num_requests=count, duration_s=duration_s, seed=options.seed)
+        if times is not None:
+            due = times
+            return lambda send: open_loop(send, due, self.clock)
+        users = int(level or options.concurrency or DEFAULT_USERS)
+        return lambda send: closed_loop(send, users, self.clock, options.num_requests, duration_s)
 
     async def measure(self, arm: Arm, turn: int, load: Load, on_record: OnRecord) -> list[Record]:
         """Send a load for an arm; returns its requests in the order of their ends."""
         before = await read_counters(self.clients[arm.url])
-        measured: list[Record] = []
-
-        def keep(record: Record) -> None:
-            measured.append(record)
-            on_record(record)
-
         watch = asyncio.create_task(self.lag.watch())
-        cpu_s, busy_s = time.process_time(), time.perf_counter()
         try:
-            await self._send_all(arm, turn, load, keep)
+            measured = await self._send_all(arm, turn, load, on_record)
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-        self.cpu_s += time.process_time() - cpu_s
-        self.busy_s += time.perf_counter() - busy_s
         after = await read_counters(self.clients[arm.url])
         if before is not None and after is not None:
             added = after.since(before)
@@ -110,42 +72,39 @@ class Run:
     async def warm_up(self, arm: Arm) -> None:
         """Send the first requests of an arm, which do not count, and check that the server does what the arm says.
 
-        Raises:
-            LoadError: a request fails, or the server does something else.
+        Raises LoadError if a request fails, or the server does something else.
         """
         before = await read_counters(self.clients[arm.url])
-        warming: list[Record] = []
-        users = self.options.concurrency or DEFAULT_USERS
-        await self._send_all(arm, 0, Load(num_users=users, num_requests=self.options.warmup), warming.append)
+        users, count = self.options.concurrency or DEFAULT_USERS, self.options.warmup
+        warming = await self._send_all(arm, 0, lambda send: closed_loop(send, users, self.clock, count))
         failed = next((record for record in warming if not record.is_ok), None)
         if failed is not None:
             raise LoadError(f"the warm-up of arm {arm.name} fails: {failed.outcome}: {failed.message}")
         after = await read_counters(self.clients[arm.url])
         arm.check(after.since(before) if before is not None and after is not None else None)
 
-    async def _send_all(self, arm: Arm, turn: int, load: Load, on_record: OnRecord) -> None:
-        client = self.clients[arm.url]
+    async def _send_all(
+        self, arm: Arm, turn: int, load: Load, on_record: OnRecord = lambda record: None
+    ) -> list[Record]:
         # No load finds the prompts of an earlier one in the server's cache, so that the order of arms does not matter.
-        salt = secrets.token_hex(8)
+        client, salt, records = self.clients[arm.url], secrets.token_hex(8), list[Record]()
 
         async def send(index: int, due_s: float) -> Record:
             record = Record(index, self.plan.domain(index), due_s, due_s, arm=arm.name, turn=turn)
             await client.send(self.plan.body(index, arm, cache_salt=salt), record, self.clock)
+            records.append(record)
             on_record(record)
             return record
 
-        if load.times is not None:
-            await open_loop(send, load.times, self.clock)
-        else:
-            await closed_loop(send, load.num_users, self.clock, load.num_requests, load.duration_s)
+        await load(send)
+        return records
 
 
 @asynccontextmanager
 async def open_run(options: Options) -> AsyncIterator[Run]:
     """Connect to the servers of all arms, make the plan, and warm every arm up.
 
-    Raises:
-        LoadError: a server cannot be reached, or is not what an arm is called.
+    Raises LoadError if a server cannot be reached, or is not what an arm is called.
     """
     path = PATHS[options.endpoint]
     clients = {

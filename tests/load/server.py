@@ -6,6 +6,8 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.diagnosis.http_client import Metrics
+
 from .client import Client
 from .records import Acceptance
 
@@ -39,8 +41,7 @@ class Server:
 def prompt_fields(endpoint: Endpoint, content: str | list[dict[str, Any]]) -> dict[str, Any]:
     """Return the fields of a body that hold the prompt.
 
-    Raises:
-        LoadError: messages cannot be sent to `/v1/completions`.
+    Raises LoadError if messages cannot be sent to `/v1/completions`.
     """
     if endpoint == "chat":
         return {"messages": [{"role": "user", "content": content}] if isinstance(content, str) else content}
@@ -65,8 +66,7 @@ def extension_fields(cache_salt: str) -> dict[str, Any]:
 async def survey(client: Client, endpoint: Endpoint, model: str | None) -> Server:
     """Ask the server what it serves, and try a request with our extensions, then one without.
 
-    Raises:
-        LoadError: it cannot be reached, or refuses both.
+    Raises LoadError if it cannot be reached, or refuses both.
     """
     card = await _model_card(client, model)
     plain = {"model": card["id"], "max_tokens": 1, **prompt_fields(endpoint, "Hello")}
@@ -82,16 +82,12 @@ async def survey(client: Client, endpoint: Endpoint, model: str | None) -> Serve
         max_model_len=card.get("max_model_len"),
         has_extensions=len(answers) == 1,
         version=version.json() if version.status_code == httpx.codes.OK else {},
-        compiles_for_s=max((one["compiling"]["left_s"] for one in routers if "compiling" in one), default=0),
+        compiles_for_s=max((router["compiling"]["left_s"] for router in routers if "compiling" in router), default=0),
     )
 
 
 async def count_prompt_tokens(client: Client, server: Server, endpoint: Endpoint, text: str) -> int:
-    """Return how many tokens the server counts in a prompt.
-
-    Raises:
-        LoadError: it refuses the prompt.
-    """
+    """Return how many tokens the server counts in a prompt. Raises LoadError if it refuses the prompt."""
     body = {"model": server.model, "max_tokens": 1, **prompt_fields(endpoint, text)}
     answer = await _request(client, "POST", PATHS[endpoint], body)
     _check(answer, client)
@@ -124,18 +120,15 @@ async def read_counters(client: Client) -> Counters | None:
         return None
     if answer.status_code != httpx.codes.OK:
         return None
-    totals: dict[str, float] = {}
-    rounds: dict[str, float] = {}
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
-            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-            if sample.name == "paceline:rounds_by_draft_length_total":
-                reason = sample.labels["reason"]
-                rounds[reason] = rounds.get(reason, 0.0) + sample.value
+    metrics = Metrics(sample for family in text_string_to_metric_families(answer.text) for sample in family.samples)
     names = [f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
-    if not all(name in totals for name in names):
+    if not all(metrics.by(name) for name in names):
         return None
-    return Counters(Acceptance(*(int(totals[name]) for name in names)), rounds)
+    rounds = metrics.by("paceline:rounds_by_draft_length_total", "reason")
+    return Counters(
+        Acceptance(*(int(metrics.total(name)) for name in names)),
+        {reason: count for (reason,), count in rounds.items()},
+    )
 
 
 async def _model_card(client: Client, model: str | None) -> dict[str, Any]:

@@ -1,72 +1,16 @@
-"""Summary: the figures of many requests."""
+"""Summary: the figures of many requests, as `summary.json` has them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from .records import LATENCIES, OK, REJECTED, Acceptance, LatencyName, Record, Slo
+from .records import LATENCIES, OK, REJECTED, Acceptance, Record, Slo
 
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """A latency over requests, or over tokens for `itl`; milliseconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values_s: Iterable[float]) -> "Distribution | None":
-        """Return the distribution of values in seconds, percentiles interpolated; None if there are none."""
-        values_ms = 1000 * np.array(list(values_s))
-        if not len(values_ms):
-            return None
-        p50, p90, p99 = (float(value) for value in np.percentile(values_ms, (50, 90, 99)))
-        return cls(float(values_ms.mean()), p50, p90, p99, float(values_ms.max()))
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What a set of requests amounts to. Latencies are those of successful requests.
-
-    Attributes:
-        num_rejected: answered with 429.
-        failures: other unsuccessful requests by outcome.
-        duration_s: time in which there were requests, from the first one's arrival to the end of the last one; over
-            several turns, their sum.
-        good_share: share of all requests that kept the SLO; None without one.
-        acceptance: None if the server reports no drafts.
-        texts_checked, texts_differing: texts compared with a reference's; None if there was none.
-    """
-
-    num_requests: int
-    num_ok: int
-    num_rejected: int
-    failures: dict[str, int]
-    duration_s: float
-    requests_per_s: float
-    tokens_per_s: float
-    mean_prompt_tokens: float
-    mean_tokens: float
-    latencies_ms: dict[LatencyName, Distribution | None]
-    good_share: float | None
-    goodput_per_s: float | None
-    acceptance: Acceptance | None
-    histogram: list[int]
-    texts_checked: int | None = None
-    texts_differing: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        if self.acceptance is not None:
-            fields["acceptance"] |= {"rate": self.acceptance.rate, "mean_length": self.acceptance.mean_length}
-        return fields
+Summary = dict[str, Any]
+"""By name. Latencies, in milliseconds, are those of successful requests; `acceptance` is None without drafts."""
 
 
 def summarize(records: Sequence[Record], slo: Slo | None, *, acceptance: Acceptance | None = None) -> Summary:
@@ -76,31 +20,30 @@ def summarize(records: Sequence[Record], slo: Slo | None, *, acceptance: Accepta
         acceptance: the server's own counts, used if requests do not have theirs.
     """
     succeeded = [record for record in records if record.is_ok]
-    duration_s = _duration_s(records)
     outcomes = Counter(record.outcome for record in records)
-    failures = {outcome: count for outcome, count in sorted(outcomes.items()) if outcome not in (OK, REJECTED)}
     counted = [record.acceptance for record in succeeded if record.acceptance is not None]
-    good_share = slo.share(records) if slo else None
+    accepted = sum(counted, Acceptance()) if counted else acceptance
+    duration_s = _duration_s(records)
     num_tokens = sum(record.num_tokens for record in succeeded)
-    return Summary(
-        num_requests=len(records),
-        num_ok=len(succeeded),
-        num_rejected=outcomes[REJECTED],
-        failures=failures,
-        duration_s=duration_s,
-        requests_per_s=len(succeeded) / duration_s if duration_s else 0.0,
-        tokens_per_s=num_tokens / duration_s if duration_s else 0.0,
-        mean_prompt_tokens=sum(record.num_prompt_tokens for record in succeeded) / max(1, len(succeeded)),
-        mean_tokens=num_tokens / max(1, len(succeeded)),
-        latencies_ms={
-            name: Distribution.of(value for record in succeeded for value in record.latencies_s(name))
-            for name in LATENCIES
+    summary: Summary = {
+        "num_ok": len(succeeded),
+        "num_rejected": outcomes[REJECTED],
+        "failures": {outcome: count for outcome, count in outcomes.items() if outcome not in (OK, REJECTED)},
+        "duration_s": duration_s,
+        "requests_per_s": len(succeeded) / duration_s if duration_s else 0.0,
+        "tokens_per_s": num_tokens / duration_s if duration_s else 0.0,
+        "mean_prompt_tokens": sum(record.num_prompt_tokens for record in succeeded) / max(1, len(succeeded)),
+        "mean_tokens": num_tokens / max(1, len(succeeded)),
+        "latencies_ms": {
+            name: _distribution([s for r in succeeded for s in r.latencies_s(name)]) for name in LATENCIES
         },
-        good_share=good_share,
-        goodput_per_s=good_share * len(records) / duration_s if good_share is not None and duration_s else None,
-        acceptance=sum(counted, Acceptance()) if counted else acceptance,
-        histogram=[sum(counts) for counts in zip_longest(*(record.histogram for record in succeeded), fillvalue=0)],
-    )
+        "acceptance": accepted and asdict(accepted) | {"rate": accepted.rate, "mean_length": accepted.mean_length},
+    }
+    if slo is not None:
+        share = slo.share(records)
+        goodput_per_s = share * len(records) / duration_s if duration_s else 0.0
+        summary |= {"good_share": share, "goodput_per_s": goodput_per_s}
+    return summary
 
 
 def by_domain(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -108,7 +51,17 @@ def by_domain(records: Sequence[Record]) -> dict[str, list[Record]]:
     return {domain: [record for record in records if record.domain == domain] for domain in domains}
 
 
+def _distribution(values_s: Sequence[float]) -> dict[str, float] | None:
+    """Return mean and interpolated percentiles in milliseconds; None if there are no values."""
+    if not values_s:
+        return None
+    values_ms = 1000 * np.array(values_s)
+    percentiles = dict(zip(("p50", "p90", "p99"), map(float, np.percentile(values_ms, (50, 90, 99))), strict=True))
+    return {"mean": float(values_ms.mean()), **percentiles}
+
+
 def _duration_s(records: Sequence[Record]) -> float:
+    """Return the time from the first arrival to the end of the last request, summed over the turns."""
     total_s = 0.0
     for turn in {(record.arm, record.turn) for record in records}:
         members = [record for record in records if (record.arm, record.turn) == turn]

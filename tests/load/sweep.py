@@ -15,8 +15,8 @@ class Level:
 
     arm: str
     load: float
-    summary: Summary
     holds: bool
+    summary: Summary
 
 
 def search(*, first: float, highest: float, is_whole: bool) -> Generator[float, bool, None]:

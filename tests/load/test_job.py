@@ -26,7 +26,7 @@ def container() -> dict[str, Any]:
     return container
 
 
-def test_the_arguments_are_those_of_the_command(container: dict[str, Any], tmp_path: Path) -> None:
+def test_the_arguments_are_those_of_the_command(container, tmp_path):
     key = tmp_path / "keys"
     key.write_text("secret\n")
     arguments = [word.replace("/etc/paceline/api-keys/keys", str(key)) for word in container["args"]]
@@ -37,9 +37,7 @@ def test_the_arguments_are_those_of_the_command(container: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])
-def test_the_job_ends_with_the_commands_status_and_shows_the_figures(
-    container: dict[str, Any], tmp_path: Path, status: int
-) -> None:
+def test_the_job_ends_with_the_commands_status_and_shows_the_figures(container, tmp_path, status):
     """The shell line itself, with a command that exits as told."""
     summary = tmp_path / "summary.json"
     summary.write_text('{"figures": 1}')
@@ -55,7 +53,7 @@ def test_the_job_ends_with_the_commands_status_and_shows_the_figures(
     assert ended.stdout == 'load --slo=ttft=1 two words\n{"figures": 1}'
 
 
-def test_the_command_needs_only_what_the_product_needs(tmp_path: Path) -> None:
+def test_the_command_needs_only_what_the_product_needs(tmp_path):
     """The wheel has these files and the product's requirements, and no torch is loaded to send requests."""
     (tmp_path / "paceline_load").mkdir()
     for path in (ROOT / "tests/load").glob("*.py"):

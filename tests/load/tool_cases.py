@@ -51,18 +51,15 @@ class Case:
     """Of the functions' arguments by name; of the answer itself under the empty name."""
 
 
-def cases(num_cases: int, sources: str | None, *, seed: int, max_tokens: int, max_bytes: int | None) -> list[Case]:
-    """Return the conversations; equal for equal arguments.
+def cases(num_cases: int, *, max_tokens: int, max_bytes: int | None) -> list[Case]:
+    """Return the conversations, whose prompts are the shared data sets' that are there, and the bundled ones.
 
     Args:
-        sources: as of `read_prompts`, parted by commas; None is all shared data sets that are there, and `bundled`.
         max_bytes: of messages and tools together; functions that do not fit are left out.
     """
     shared = [path.stem for path in sorted(SHARED_PROMPTS.glob("*.jsonl"))]
-    prompts = read_prompts(sources.split(",") if sources else [*shared, "bundled"], seed=seed)
-    return [
-        _case(index, prompts, random.Random(f"{seed}/{index}"), max_tokens, max_bytes) for index in range(num_cases)
-    ]
+    prompts = read_prompts([*shared, "bundled"], seed=0)
+    return [_case(index, prompts, random.Random(index), max_tokens, max_bytes) for index in range(num_cases)]
 
 
 def _case(index: int, prompts: Sequence[Prompt], rng: random.Random, max_tokens: int, max_bytes: int | None) -> Case:

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from .client import Client, data_of_events
@@ -32,12 +31,11 @@ ARMS: dict[str, dict[str, Any]] = {"off": {"enabled": False}, "on": {}, "fixed":
 
 @dataclass(slots=True)
 class Message:
-    """An answer without its ids, which differ between requests."""
+    """An answer without its ids, which differ between requests; `calls` are names and arguments."""
 
     content: str = ""
     reasoning: str = ""
     calls: list[list[str]] = field(default_factory=list)
-    """Names and arguments."""
     finish_reason: str | None = None
 
     def add(self, choice: dict[str, Any]) -> None:
@@ -107,14 +105,13 @@ async def send(client: Client, body: dict[str, Any]) -> Message | str:
 
 @dataclass(slots=True)
 class Suite:
-    """The conversations, the variants, and what was found."""
+    """The variants, and what was found; `counts` are by kind and column of the table."""
 
     client: Client
     model: str
     arms: dict[str, dict[str, Any]]
     found: list[dict[str, Any]] = field(default_factory=list)
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By kind and column of the table."""
 
     async def ask(self, case: Case) -> None:
         """Send all variants of a conversation, one after the other, and compare them."""
@@ -122,19 +119,17 @@ class Suite:
         for arm, fields in self.arms.items():
             for is_streamed in (False, True):
                 body = {"model": self.model, **case.fields, "stream": is_streamed}
-                if fields:
-                    body["speculative"] = fields
+                body |= {"speculative": fields} if fields else {}
                 message = await send(self.client, body)
-                wrong = [message] if isinstance(message, str) else faults(case, message)
-                if isinstance(message, Message):
-                    first = first or message
+                if isinstance(message, str):
+                    wrong = [message]
+                else:
+                    first, wrong = first or message, faults(case, message)
                     self.counts[case.kind, "calls"] += len(message.calls) or "" in case.schemas
                     self.counts[case.kind, "cut"] += message.finish_reason == "length"
-                    if message != first:
-                        wrong.append(f"differs: {message} is not {first}")
+                    wrong += [f"differs: {message} is not {first}"] if message != first else []
                 self.counts[case.kind, "requests"] += 1
-                for text in wrong:
-                    self.counts[case.kind, next(fault for fault in FAULTS if text.startswith(fault))] += 1
+                self.counts.update((case.kind, next(filter(text.startswith, FAULTS))) for text in wrong)
                 variant = f"{arm}, {'streamed' if is_streamed else 'whole'}"
                 self.found += [{"case": case.index, "variant": variant, "found": text, "body": body} for text in wrong]
 
@@ -144,30 +139,27 @@ class Suite:
         table = Table("asked for", *columns, title=f"{self.model}: drafts {', '.join(self.arms)}; whole and streamed")
         for kind in KINDS:
             table.add_row(kind, *(str(self.counts[kind, column]) for column in columns))
-        table.add_row("all", *(str(sum(self.counts[kind, column] for kind in KINDS)) for column in columns))
         return table
 
 
 def main(arguments: Sequence[str], console: Console) -> int:
     """Run the suite; returns 1 if anything was found.
 
-    Raises:
-        LoadError: jsonschema is not installed, or the server cannot be reached.
+    Raises LoadError if jsonschema is not installed, or the server cannot be reached.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {__package__} tools", description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, help="conversations, each sent in all variants (1000)")
     parser.add_argument("--max-tokens", type=int, default=256, help="of each answer (256)")
     parser.add_argument("--out", type=Path, default=Path("tool-faults.jsonl"), help="what was found, with the requests")
-    parser.add_argument("--prompts", default=None, help="as of the load test (all shared data sets, bundled)")
     parser.add_argument("--concurrency", type=int, default=8, help="conversations at once (8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the conversations (0)")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address, without /v1")
     parser.add_argument("--model", default=None, help="a served model's name")
     parser.add_argument("--api-key-file", type=Path, default=None, help="a file with the key (else $OPENAI_API_KEY)")
     options = parser.parse_args(arguments)
     if find_spec("jsonschema") is None:
         raise LoadError("the tool-call suite judges arguments with jsonschema: pip install jsonschema")
-    suite = asyncio.run(_run(options, console))
+    with console.status("sending conversations"):
+        suite = asyncio.run(_run(options))
     console.print(suite.table())
     for fault in suite.found[:5]:
         console.print(f"{fault['case']} ({fault['variant']}): {fault['found'][:600]}", style="red", markup=False)
@@ -177,29 +169,22 @@ def main(arguments: Sequence[str], console: Console) -> int:
     return 1 if suite.found else 0
 
 
-async def _run(options: argparse.Namespace, console: Console) -> Suite:
-    key = Options(api_key_file=options.api_key_file).api_key
-    client = Client(options.url, PATHS["chat"], api_key=key)
+async def _run(options: argparse.Namespace) -> Suite:
+    client = Client(options.url, PATHS["chat"], api_key=Options(api_key_file=options.api_key_file).api_key)
     try:
         server = await survey(client, "chat", options.model)
         suite = Suite(client, server.model, ARMS if server.has_extensions else {"default": {}})
         probe = {"model": server.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         if server.has_extensions and isinstance(await send(client, {**probe, "speculative": ARMS["fixed"]}), str):
             suite.arms = {arm: fields for arm, fields in ARMS.items() if arm != "fixed"}
-        length = server.max_model_len
+        length, users = server.max_model_len, asyncio.Semaphore(options.concurrency)
         max_bytes = None if length is None else length - 2 * options.max_tokens
-        asked = cases(
-            options.calls, options.prompts, seed=options.seed, max_tokens=options.max_tokens, max_bytes=max_bytes
-        )
-        users = asyncio.Semaphore(options.concurrency)
 
         async def ask(case: Case) -> None:
             async with users:
                 await suite.ask(case)
 
-        tasks = [asyncio.create_task(ask(case)) for case in asked]
-        for task in track(asyncio.as_completed(tasks), "conversations", len(tasks), console=console, transient=True):
-            await task
+        await asyncio.gather(*map(ask, cases(options.calls, max_tokens=options.max_tokens, max_bytes=max_bytes)))
         return suite
     finally:
         await client.close()

@@ -37,8 +37,7 @@ class Arrival:
 def read(path: Path) -> list[Arrival]:
     """Return a trace's requests in order; times count from the first one.
 
-    Raises:
-        LoadError: the file cannot be read, or is no trace.
+    Raises LoadError if the file cannot be read, or is no trace.
     """
     try:
         arrivals = _read_mooncake(path) if path.suffix == ".jsonl" else _read_azure(path)
@@ -52,15 +51,14 @@ def read(path: Path) -> list[Arrival]:
 def excerpt(arrivals: list[Arrival], *, duration_s: float | None, requests_per_s: float | None) -> list[Arrival]:
     """Return the busiest window of a duration, thinned or multiplied to a mean rate; None leaves it as it is.
 
-    Raises:
-        LoadError: the window holds too few requests to have a rate.
+    Raises LoadError if the window holds too few requests to have a rate.
     """
     if duration_s is not None:
-        arrivals = busiest(arrivals, duration_s)
+        arrivals = _busiest(arrivals, duration_s)
         if not arrivals[-1].time_s:
             raise LoadError(f"no {duration_s:g} s of the trace hold requests at two times; give a longer --duration")
     if requests_per_s is not None:
-        arrivals = scale(arrivals, requests_per_s / rate(arrivals))
+        arrivals = _scaled(arrivals, requests_per_s * arrivals[-1].time_s / len(arrivals))
     return arrivals
 
 
@@ -77,7 +75,7 @@ def fit(arrivals: list[Arrival], *, max_prompt_tokens: int, max_tokens: int) -> 
     return fitted, sum(after != before for after, before in zip(fitted, arrivals, strict=True))
 
 
-def busiest(arrivals: list[Arrival], duration_s: float) -> list[Arrival]:
+def _busiest(arrivals: list[Arrival], duration_s: float) -> list[Arrival]:
     """Return the requests of the window with the most of them; times count from its start."""
     best, best_first, first = 0, 0, 0
     for index, arrival in enumerate(arrivals):
@@ -89,25 +87,18 @@ def busiest(arrivals: list[Arrival], duration_s: float) -> list[Arrival]:
     return [replace(arrival, time_s=arrival.time_s - window[0].time_s) for arrival in window]
 
 
-def scale(arrivals: list[Arrival], factor: float, *, seed: int = 0) -> list[Arrival]:
+def _scaled(arrivals: list[Arrival], factor: float) -> list[Arrival]:
     """Return the same load `factor` times: whole copies at shifted times, and a random part of one more copy."""
-    chance = random.Random(seed)
-    duration_s = arrivals[-1].time_s
+    chance, duration_s = random.Random(0), arrivals[-1].time_s
     scaled: list[Arrival] = []
-    for copy in range(int(factor)):
+    for copy in range(int(factor) + 1):
         shift_s = chance.uniform(0, duration_s) if copy else 0.0
-        scaled += [replace(arrival, time_s=(arrival.time_s + shift_s) % duration_s) for arrival in arrivals]
-    shift_s = chance.uniform(0, duration_s)
-    scaled += [
-        replace(arrival, time_s=(arrival.time_s + shift_s) % duration_s)
-        for arrival in arrivals
-        if chance.random() < factor % 1
-    ]
+        scaled += [
+            replace(arrival, time_s=(arrival.time_s + shift_s) % duration_s)
+            for arrival in arrivals
+            if copy < int(factor) or chance.random() < factor % 1
+        ]
     return sorted(scaled, key=lambda arrival: arrival.time_s)
-
-
-def rate(arrivals: list[Arrival]) -> float:
-    return len(arrivals) / arrivals[-1].time_s
 
 
 def _read_azure(path: Path) -> list[Arrival]:

@@ -1,9 +1,9 @@
 """RunAheadDrafter: drafts for the likeliest verdicts on a draft that was sent, while the target verifies it.
 
 This is Speculative Speculative Decoding (Kumar, Dao, May, 2603.03251), inside the drafter. The next request brings the
-verdict. Complete drafts are sent at once, and the first `advance` then brings the cache up to date. Missing tokens are
-drawn at the request, if the batch gains by waiting for them. Running ahead cannot change the text: the target verifies
-a prepared draft like any other.
+verdict. Complete drafts are sent at once, and `settle` then brings the cache up to date. Missing tokens are drawn at
+the request, if the batch gains by waiting for them. Running ahead cannot change the text: the target verifies a
+prepared draft like any other.
 
 Why not trees of width 1: at temperature 0.8 with 5 passes a round, 32 requests of the bundled pair commit 4.5 % fewer
 tokens a round. A pass takes the host twice as long, because trees rank the scores of every node. Nor can trees run
@@ -48,7 +48,7 @@ class _Answer:
 
 
 class RunAheadDrafter(PassesAhead):
-    """Drafts chains, and prepares the next chains in `advance`; without `advance`, it works like `ModelDrafter`."""
+    """Drafts chains, and prepares the next chains between proposals."""
 
     def __init__(
         self, draft: DraftModel, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter

@@ -146,8 +146,8 @@ class PassesAhead(ABC):
 
     @property
     def has_time(self) -> bool:
-        """Whether `advance` should be called: half of a pass is likely to fit, or an answer is unsettled."""
-        return self._unsettled is not None or (self._work is not None and self._pace.has_time)
+        """Whether a pass is left, of which half is likely to fit before the next request."""
+        return self._work is not None and self._pace.has_time
 
     @property
     def due(self) -> float:
@@ -156,25 +156,8 @@ class PassesAhead(ABC):
 
     @property
     def is_computing(self) -> bool:
-        """Whether a pass is under way on the device; meanwhile `advance` does nothing."""
+        """Whether a pass is under way on the device."""
         return self._backend.is_busy
-
-    def advance(self) -> bool:
-        """Settle the last answer or launch one pass, so that a verdict waits for one pass at most.
-
-        Returns whether there is more to do.
-        """
-        if self._backend.is_busy:
-            return True
-        with torch.inference_mode():
-            self.end_pass()
-            if self._unsettled is not None:
-                self.settle()
-            elif (next_pass := self.next_pass()) is not None:
-                started, num_prepared = self.clock(), PREPARATION.counts.total()
-                next_pass.take(next_pass.run())
-                self.note_launch(started, num_prepared)
-        return self._work is not None
 
     def next_pass(self) -> Pass | None:
         """Return the pass to launch next, None if there is none or it was launched; the cache must be settled."""

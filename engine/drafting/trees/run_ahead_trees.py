@@ -1,7 +1,7 @@
 """RunAheadTreeDrafter: keeps growing the tree that it has sent while the target verifies it.
 
 If the verdict ends at a node that was computed meanwhile, the subtree after that node is the next draft, without a
-pass. Complete drafts are sent at once, and the first `advance` moves their keys and values. Missing levels are computed
+pass. Complete drafts are sent at once, and `settle` then moves their keys and values. Missing levels are computed
 when the verdict comes, if the batch gains by waiting for them.
 """
 
@@ -24,7 +24,7 @@ _MOST_COMPUTED = 128
 
 
 class RunAheadTreeDrafter(PassesAhead):
-    """Drafts trees that grow in `advance`; without `advance`, it works like `TreeDrafter`."""
+    """Drafts trees that grow on between proposals."""
 
     def __init__(
         self, draft: DraftModel, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter

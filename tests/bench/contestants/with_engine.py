@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.llm import LLM, run_in_process
 from engine.params import SamplingParams
 from engine.stats.drafts import SpeculationStats
-from tests.bench.figures import Batch, RoundSplit, Timeline
+from tests.bench.figures import Batch, RoundSplit
 from tests.bench.workload import Arm, Cell, Workload
 from tests.load.records import Acceptance
 
@@ -40,11 +40,11 @@ class EngineMethod:
             self._seconds.clear()
 
         started = time.perf_counter()
-        timelines = generate(self.engine, prompts, cell.temperature, self._num_tokens, observe)
+        generate(self.engine, prompts, cell.temperature, self._num_tokens, observe)
         elapsed = time.perf_counter() - started
         means = [sum(seconds) / len(rounds) for seconds in zip(*rounds, strict=True)]
         split = RoundSplit(len(rounds), *means) if rounds else None
-        return Batch(elapsed, timelines, acceptance(self.engine.stats) - before, split)
+        return Batch(elapsed, acceptance(self.engine.stats) - before, split)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -89,27 +89,22 @@ def generate(
     prompts: Sequence[Sequence[int]],
     temperature: float,
     num_tokens: int,
-    observe: Callable[[float, bool], None] = lambda round_s, has_prompts: None,
-) -> list[Timeline]:
-    """Continue prompts as `LLM.generate` does, noting when each round's tokens came.
+    observe: Callable[[float, bool], None],
+) -> None:
+    """Continue prompts as `LLM.generate` does.
 
     Args:
         observe: takes the seconds of each round, and whether it computed prompts.
     """
     counts = [0] * len(prompts)
-    now = time.perf_counter()
-    timelines = [Timeline(now) for _ in prompts]
     for index, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=index, max_tokens=num_tokens, ignore_eos=True)
         engine.add(str(index), prompt, params)
     while engine.has_work:
         started, has_prompts = time.perf_counter(), engine.scheduler.has_prompts
         outputs = run_in_process(engine.step())
-        now = time.perf_counter()
-        observe(now - started, has_prompts)
+        observe(time.perf_counter() - started, has_prompts)
         for output in outputs:
-            timelines[int(output.request_id)].arrivals_s.append(now)
             counts[int(output.request_id)] += len(output.token_ids)
     if any(count != num_tokens for count in counts):
         raise RuntimeError(f"the engine returned {counts} tokens, {num_tokens} each were asked for")
-    return timelines

@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
-import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppConfig
+from deployments.diagnosis.http_client import Metrics
 from deployments.local.environment import serve_environment
-from tests.bench.contestants.processes import cpu_seconds, freeze, thaw
-from tests.bench.contestants.readings import Reading, split_between
-from tests.bench.figures import Batch, Timeline
+from tests.bench.contestants.processes import freeze, thaw
+from tests.bench.contestants.readings import acceptance_of, split_between
+from tests.bench.figures import Batch
 from tests.bench.workload import Arm, Cell, Workload
-from tests.e2e.servers import free_port
+from tests.e2e.servers import free_port, wait_until_ok
 from tests.load.client import data_of_events
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +30,6 @@ ENVIRONMENT = {
     "RAY_ADDRESS": "local",  # a cluster of its own, whatever else runs on this machine
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 120.0
 FIRST_SETTLE_S = 2.0
@@ -39,7 +39,7 @@ SETTLE_S = 0.5
 
 
 class Server:
-    """`serve run` of the application on a free port, until `stop`.
+    """`serve run` of the application on a free port, until `close`.
 
     Args:
         arguments: the application's, besides those that follow from the workload.
@@ -75,9 +75,9 @@ class Server:
             )
         self.pid = self._process.pid
         try:
-            self._wait()
+            wait_until_ok(f"{self.url}/health", self._process, self._log)
         except BaseException:
-            self.stop()
+            self.close()
             raise
 
     @property
@@ -94,7 +94,7 @@ class Server:
         finally:
             freeze(self.pid)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         if self._process.poll() is None:
             thaw(self.pid)
             self._process.send_signal(signal.SIGINT)
@@ -104,17 +104,6 @@ class Server:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         self._folder.cleanup()
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.25)
-        raise RuntimeError(f"the application did not start:\n{self._log.read_text()[-4000:]}")
 
 
 class ServeMethod:
@@ -136,7 +125,7 @@ class ServeMethod:
             time.sleep(FIRST_SETTLE_S)
             freeze(self._server.pid)
         except BaseException:
-            self._server.stop()
+            self._server.close()
             raise
 
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
@@ -146,47 +135,38 @@ class ServeMethod:
     def close(self) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
-        self._server.stop()
+        self._server.close()
 
     async def _run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
-        before, computed = await self._read(), self._cpu_seconds()
+        before = await self._read()
         started = time.perf_counter()
         streams = [self._stream(ids, temperature, seed) for seed, ids in enumerate(prompts)]
-        timelines = await asyncio.gather(*streams)
+        await asyncio.gather(*streams)
         elapsed = time.perf_counter() - started
-        cpu_s = {name: seconds - computed[name] for name, seconds in self._cpu_seconds().items()}
         after = await self._read()
-        run_ahead = after.run_ahead - before.run_ahead if before.run_ahead and after.run_ahead else None
-        acceptance = after.acceptance - before.acceptance
-        return Batch(elapsed, timelines, acceptance, split_between(before, after), run_ahead, cpu_s)
+        return Batch(elapsed, acceptance_of(after) - acceptance_of(before), split_between(before, after))
 
-    def _cpu_seconds(self) -> dict[str, float]:
-        return cpu_seconds(self._server.pid) | {"client": time.process_time()}
-
-    async def _read(self) -> Reading:
+    async def _read(self) -> Metrics:
         async with self._client.get("/metrics", raise_for_status=True) as answer:
-            return Reading.parse(await answer.text())
+            families = text_string_to_metric_families(await answer.text())
+            return Metrics(sample for family in families for sample in family.samples)
 
-    async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> Timeline:
+    async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> None:
         body = {"prompt": list(ids), "max_tokens": self._num_tokens, "temperature": temperature, "seed": seed}
         body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        timeline = Timeline(time.perf_counter())
         usage = None
         async with self._client.post("/v1/completions", json=body) as answer:
             if not answer.ok:
                 raise RuntimeError(f"{answer.status}: {await answer.text()}")
-            async for now, data, _ in data_of_events(answer.content.iter_any(), time.perf_counter):
+            async for _, data, _ in data_of_events(answer.content.iter_any(), time.perf_counter):
                 if data == "[DONE]":
                     break
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise RuntimeError(str(chunk["error"]))
-                if chunk["choices"]:
-                    timeline.arrivals_s.append(now)
                 usage = chunk.get("usage") or usage
         if usage is None or usage["completion_tokens"] != self._num_tokens:
             raise RuntimeError(f"the server counted {usage}, {self._num_tokens} tokens were asked for")
-        return timeline
 
 
 async def _open_client(url: str) -> aiohttp.ClientSession:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,21 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from engine.models.loader import resolve_device, resolve_dtype
-from tests.bench.figures import Batch, Timeline
+from tests.bench.figures import Batch
 from tests.bench.workload import Cell, Workload
 from tests.load.records import Acceptance
 
 
-@dataclass(slots=True)
-class Clock(BaseStreamer):
-    """A streamer that notes when tokens come and how many at once; the first call brings the prompt."""
-
-    arrivals_s: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+class Counts(BaseStreamer, list[int]):
+    """A streamer that notes how many tokens come at once; the first call brings the prompt."""
 
     def put(self, value: Tensor) -> None:
-        self.arrivals_s.append(time.perf_counter())
-        self.counts.append(value.shape[-1] if value.dim() else 1)
+        self.append(value.shape[-1] if value.dim() else 1)
 
     def end(self) -> None:
         """Nothing is held back."""
@@ -44,13 +38,11 @@ class TransformersMethod:
         self._options: dict[str, Any] = {}
 
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
-        clock = Clock()
+        counts = Counts()
         started = time.perf_counter()
-        new = generate(self._model, prompts, cell.temperature, self._num_tokens, streamer=clock, **self._options)
+        new = generate(self._model, prompts, cell.temperature, self._num_tokens, streamer=counts, **self._options)
         self._tokenizer.batch_decode(new)
-        elapsed = time.perf_counter() - started
-        timeline = Timeline(started, clock.arrivals_s[1:])
-        return Batch(elapsed, [timeline] * len(prompts), self._acceptance(clock.counts[1:]))
+        return Batch(time.perf_counter() - started, self._acceptance(counts[1:]))
 
     def close(self) -> None:
         """Nothing was started."""
@@ -60,12 +52,11 @@ class TransformersMethod:
 
 
 class AssistedMethod(TransformersMethod):
-    """Assisted generation. Without `num_speculative_tokens` the draft length is transformers' own, by confidence."""
+    """Assisted generation, whose draft length is transformers' own, by confidence."""
 
-    def __init__(self, workload: Workload, num_speculative_tokens: int | None) -> None:
+    def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        self.num_speculative_tokens = num_speculative_tokens
-        assistant = load_assistant(workload, num_speculative_tokens)
+        assistant = load(workload, workload.draft)
         self._num_draft_tokens = 0
         assistant.register_forward_hook(self._count)
         self._options = {"assistant_model": assistant}
@@ -105,13 +96,3 @@ def load(workload: Workload, path: str) -> Any:
     model = model.to(device).eval()
     model.generation_config.eos_token_id = None
     return model
-
-
-def load_assistant(workload: Workload, num_tokens: int | None) -> Any:
-    """Load the draft as an assistant with a fixed draft length, or transformers' own."""
-    assistant = load(workload, workload.draft)
-    if num_tokens is not None:
-        assistant.generation_config.num_assistant_tokens = num_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
-    return assistant

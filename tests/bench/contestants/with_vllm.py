@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.models.loader import resolve_device, resolve_dtype
-from tests.bench.figures import Batch, Timeline
+from tests.bench.figures import Batch
 from tests.bench.workload import Cell, Workload
 from tests.load.records import Acceptance
 
@@ -65,31 +65,23 @@ class VLLMMethod:
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
         before = self._acceptance()
         started = time.perf_counter()
-        timelines = self._generate(prompts, cell)
-        return Batch(time.perf_counter() - started, timelines, self._acceptance() - before)
+        self._generate(prompts, cell)
+        return Batch(time.perf_counter() - started, self._acceptance() - before)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], cell: Cell) -> list[Timeline]:
-        """Continue prompts as `LLM.generate` does, noting when each step's tokens came."""
+    def _generate(self, prompts: Sequence[Sequence[int]], cell: Cell) -> None:
+        """Continue prompts as `LLM.generate` does."""
         self._num_batches += 1
         engine = self._llm.llm_engine
-        timelines: dict[str, Timeline] = {}
         counts: dict[str, int] = {}
-        now = time.perf_counter()
         for index, prompt in enumerate(prompts):
             settings = {"temperature": cell.temperature, "seed": index, "max_tokens": self._num_tokens}
             params = self._params(**settings, ignore_eos=True)
-            request_id = f"{self._num_batches}-{index}"
-            timelines[request_id] = Timeline(now)
-            engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+            engine.add_request(f"{self._num_batches}-{index}", {"prompt_token_ids": list(prompt)}, params)
         while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.perf_counter()
-            for output in outputs:
-                timelines[output.request_id].arrivals_s.append(now)
+            for output in engine.step():
                 counts[output.request_id] = len(output.outputs[0].token_ids)
         if list(counts.values()) != [self._num_tokens] * len(prompts):
             raise RuntimeError(f"vLLM returned {counts} tokens, {self._num_tokens} each were asked for")
-        return list(timelines.values())
 
     def _acceptance(self) -> Acceptance:
         values = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}

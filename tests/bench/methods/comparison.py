@@ -9,6 +9,7 @@ keep the distribution at T > 0, but not the text for a seed.
 """
 
 import itertools
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +19,14 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 from engine.config import ModelConfig
-from engine.errors import ConfigError
 from engine.models.registry import open_model
-from tests.bench.compare import compile_models, conditions, write
+from tests.bench.compare import compile_models, conditions
 from tests.bench.methods.domains import REPEAT, changed, read_domains
 from tests.bench.methods.large_target import DESCRIPTION, make_large_target
-from tests.bench.methods.pairs import LoadedPair, Turn, contenders, copies_outputs, run
-from tests.bench.methods.tables import MethodCell, table_of
+from tests.bench.methods.pairs import Contender, LoadedPair, Turn, contenders, copies_outputs, run
 from tests.bench.workload import Cell, Workload
 
 NUM_TURNS = 2
@@ -34,69 +34,60 @@ WARM_UP_ROUNDS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """What is measured.
+class MethodCell:
+    """One method in one cell.
 
     Attributes:
-        adaptive: the methods that also choose their draft lengths themselves.
-        domains: all, if empty.
-        large: the large target takes the place of the workload's.
+        mean_acceptance_length: tokens of a request per pass, passes without a draft included.
+        speedup: tokens/s over those of plain decoding in the same turn, the median of the turns.
+        exact: whether every text was plain decoding's.
     """
 
-    methods: Sequence[str]
-    rules: Sequence[str]
-    lengths: Sequence[int]
-    adaptive: Sequence[str]
-    temperatures: Sequence[float]
-    batch_sizes: Sequence[int]
-    domains: Sequence[str] = ()
-    large: bool = False
+    contender: Contender
+    cell: Cell
+    domain: str
+    mean_acceptance_length: float
+    speedup: float
+    exact: bool
 
 
-def methods(
-    workload: Workload, selection: Selection, console: Console, *, json: Path | None = None
-) -> list[MethodCell]:
+def methods(options: Namespace, workload: Workload, console: Console) -> list[MethodCell]:
     torch.set_num_threads(workload.num_threads)
-    known = read_domains(open_model(ModelConfig(workload.target)).tokenizer)
-    domains = {name: known[name] for name in known if name in (selection.domains or known)}
-    if not domains:
-        raise ConfigError(f"--domains is {', '.join(selection.domains)}; it must be of {', '.join(known)}")
+    domains = read_domains(open_model(ModelConfig(workload.target)).tokenizer)
     with TemporaryDirectory(prefix="paceline-large-") as folder:
-        if selection.large:
+        if options.large:
             target = make_large_target(Path(workload.target), Path(folder))
             workload = replace(workload, target=str(target))
             compile_models(workload, console)
         workload = replace(workload, prompts=[ids for prompts in domains.values() for ids in prompts])
         pair = LoadedPair(
             workload,
-            max_num_seqs=max(selection.batch_sizes),
-            max_length=max(map(len, workload.prompts)) + workload.num_tokens + max(selection.lengths),
+            max_num_seqs=max(options.batch_sizes),
+            max_length=max(map(len, workload.prompts)) + workload.num_tokens + max(options.lengths),
         )
         cells: list[MethodCell] = []
         # Each temperature and batch size with all domains, so that a table's rows are whole.
-        places = list(itertools.product(selection.temperatures, selection.batch_sizes, domains))
+        places = list(itertools.product(options.temperatures, options.batch_sizes, domains))
         for heat, size, domain in track(places, console=console, description="cells"):
             turns = _turns(domains[domain], size, workload.num_turns or NUM_TURNS)
-            cells += _measure(pair, selection, turns, Cell(size, heat), domain, workload.num_tokens)
-    if selection.large:
+            cells += _measure(pair, options, turns, Cell(size, heat), domain, workload.num_tokens)
+    if options.large:
         console.print(DESCRIPTION, highlight=False)
-    console.print(table_of(cells))
-    if json is not None:
-        write(cells, json)
+    console.print(_table_of(cells))
     console.print(conditions(workload), highlight=False)
     return cells
 
 
 def _measure(
     pair: LoadedPair,
-    selection: Selection,
+    options: Namespace,
     turns: list[list[list[int]]],
     cell: Cell,
     domain: str,
     num_tokens: int,
 ) -> list[MethodCell]:
     """Let all rows take each turn's prompts one after the other, from another row on each time."""
-    rows = list(contenders(selection.methods, selection.rules, selection.lengths, selection.adaptive))
+    rows = list(contenders(options.methods, options.rules, options.lengths))
     engines = [pair.engine(row, remembers_outputs=domain == REPEAT) for row in rows]
     for row, engine in zip(rows, engines, strict=True):
         for prompts in itertools.cycle(turns):
@@ -116,17 +107,12 @@ def _measure(
     plain = results[0]
     return [
         MethodCell(
-            row.name,
-            row.verification,
-            row.num_tokens,
-            cell.temperature,
-            cell.batch_size,
+            row,
+            cell,
             domain,
             mean_acceptance_length=fmean(turn.tokens_per_pass for turn in result),
-            tokens_per_s=median(cell.batch_size * num_tokens / turn.seconds for turn in result),
             speedup=median(base.seconds / turn.seconds for base, turn in zip(plain, result, strict=True)),
             exact=all(base.texts == turn.texts for base, turn in zip(plain, result, strict=True)),
-            large=selection.large,
         )
         for row, result in zip(rows, results, strict=True)
     ]
@@ -135,3 +121,20 @@ def _measure(
 def _turns(prompts: list[list[int]], size: int, count: int) -> list[list[list[int]]]:
     endless = prompts * (1 + size * count // len(prompts))
     return [endless[turn * size : (turn + 1) * size] for turn in range(count)]
+
+
+def _table_of(cells: Sequence[MethodCell]) -> Table:
+    """Return a row for each method, with its speed-up and its tokens per pass by domain."""
+    table = Table(title="Speed-up over plain decoding; tokens per pass", title_justify="left")
+    domains = list(dict.fromkeys(cell.domain for cell in cells))
+    for name in ("batch", "T", "method", "rule", "k", *domains, "exact"):
+        table.add_column(name, justify="left" if name in ("method", "rule") else "right")
+    rows: dict[tuple[Cell, Contender], dict[str, MethodCell]] = {}
+    for cell in cells:
+        rows.setdefault((cell.cell, cell.contender), {})[cell.domain] = cell
+    for (place, contender), row in sorted(rows.items(), key=lambda item: item[0][0].batch_size):
+        names = contender.name, contender.verification, str(contender.num_tokens)
+        figures = [f"{row[name].speedup:.2f}; {row[name].mean_acceptance_length:.2f}" for name in domains]
+        is_exact = all(cell.exact for cell in row.values())
+        table.add_row(str(place.batch_size), f"{place.temperature:g}", *names, *figures, "yes" if is_exact else "no")
+    return table

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.combined import CombinedDrafter
@@ -19,52 +19,49 @@ from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
 from engine.verification.verifier import ModelVerifier
-from tests.bench.methods.tables import ADAPTIVE, PLAIN, UNUSED
 from tests.bench.workload import Workload
 
 SELF_DRAFT_LAYERS = 4
+ADAPTIVE = ("model", "model+suffix")
+"""The methods that also choose their draft lengths themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A method with its rule and its draft length."""
+    """A method with its rule and its draft length, or the longest that it may choose itself."""
 
     method: str
     verification: str
     num_tokens: int
-    settings: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def is_adaptive(self) -> bool:
-        return self.settings.get("speculation") == "adaptive"
+    is_adaptive: bool = False
 
     @property
     def name(self) -> str:
-        return self.method + (ADAPTIVE if self.is_adaptive else UNUSED if self == UNUSED_HEAD else "")
+        return self.method + (" adaptive" if self.is_adaptive else "")
+
+    def config(self, **settings: object) -> EngineConfig:
+        return EngineConfig(
+            drafting=self.method,  # type: ignore[arg-type]
+            verification=self.verification,  # type: ignore[arg-type]
+            num_speculative_tokens=self.num_tokens,
+            speculation="adaptive" if self.is_adaptive else "fixed",
+            self_draft_layers=SELF_DRAFT_LAYERS if self.method == "self" else None,
+            enable_prefix_caching=False,
+            **settings,  # type: ignore[arg-type]
+        )
 
 
-UNUSED_HEAD = Contender("head", "coupled", 0, {"speculation": "off"})
-"""Plain decoding by a target that keeps what its head needs."""
-
-
-def contenders(
-    methods: Sequence[str], rules: Sequence[str], lengths: Sequence[int], adaptive: Sequence[str]
-) -> Iterator[Contender]:
-    """Yield plain decoding, and each pair that the engine takes at each length and, for `adaptive` ones, at any."""
-    yield Contender(PLAIN, "coupled", 0)
+def contenders(methods: Sequence[str], rules: Sequence[str], lengths: Sequence[int]) -> Iterator[Contender]:
+    """Yield plain decoding, and each pair that the engine takes at each length and, for `ADAPTIVE` ones, at any."""
+    yield Contender("none", "coupled", 0)
     for method, rule in itertools.product(methods, rules):
-        own = {"self_draft_layers": SELF_DRAFT_LAYERS} if method == "self" else {}
+        entries = [Contender(method, rule, length) for length in lengths]
+        entries += [Contender(method, rule, max(lengths), is_adaptive=True)] if method in ADAPTIVE else []
         try:
-            config = EngineConfig(drafting=method, verification=rule, **own)  # type: ignore[arg-type]
-            choose_method(config, has_draft_model=True)
+            choose_method(entries[0].config(), has_draft_model=True)
         except ConfigError:
             continue
-        if method == UNUSED_HEAD.method and rule == UNUSED_HEAD.verification:
-            yield UNUSED_HEAD
-        for length in lengths:
-            yield Contender(method, rule, length, {"speculation": "fixed"} | own)
-        if method in adaptive:
-            yield Contender(method, rule, max(lengths), {"speculation": "adaptive"} | own)
+        yield from entries
 
 
 @dataclass(slots=True)
@@ -90,8 +87,8 @@ class LoadedPair:
         sources = [open_model(ModelConfig(path, head=head, **settings)) for path, head in places]
         self.target, self.draft, self.with_head = (make_backend(load_target(source), source) for source in sources)
         self.draft.warm_up()
-        self._max_num_seqs = max_num_seqs
-        self._num_blocks = max_num_seqs * (1 + max_length // EngineConfig.block_size)
+        num_blocks = max_num_seqs * (1 + max_length // EngineConfig.block_size)
+        self._sizes = {"max_num_seqs": max_num_seqs, "num_blocks": num_blocks}
         self._verifiers: dict[tuple[str, str], ModelVerifier] = {}
 
     def engine(self, contender: Contender, *, remembers_outputs: bool = False) -> Engine:
@@ -100,17 +97,8 @@ class LoadedPair:
         Args:
             remembers_outputs: whether a method that copies may copy from earlier outputs.
         """
-        config = EngineConfig(
-            drafting=contender.method,  # type: ignore[arg-type]
-            verification=contender.verification,  # type: ignore[arg-type]
-            num_speculative_tokens=contender.num_tokens,
-            enable_prefix_caching=False,
-            num_blocks=self._num_blocks,
-            max_num_seqs=self._max_num_seqs,
-            **contender.settings,  # type: ignore[arg-type]
-        )
-        method = method_of(config.drafting)
-        info = self.target.info
+        config = contender.config(**self._sizes)
+        method, info = method_of(config.drafting), self.target.info
         drafting = replace(config, enable_prefix_caching=remembers_outputs)
         drafter = method.make(drafting, DraftModel(self.draft, info.vocab_size) if method.runs_in == "draft" else None)
         needs_head = contender.method.startswith("head")
@@ -119,13 +107,12 @@ class LoadedPair:
             target = self.with_head if needs_head else self.target
             self._verifiers[key] = ModelVerifier(target, config, make_drafter=method.make_in_target)
             target.warm_up()  # with what it drafts with
-        verifier = self._verifiers[key]
         return Engine(
             config,
             info,
             drafter=method.drafter_of_engine(drafting, drafter),
-            verifier=verifier,
-            num_blocks=verifier.num_blocks,
+            verifier=self._verifiers[key],
+            num_blocks=self._verifiers[key].num_blocks,
         )
 
 

@@ -1,43 +1,40 @@
-"""Contenders, their texts, and what the comparison of methods leaves out when its time is over."""
+"""Contenders and their texts."""
 
-import json
+from argparse import Namespace
 
 import pytest
 
-from tests.bench.methods.comparison import Selection, methods
+from tests.bench.methods import comparison
+from tests.bench.methods.comparison import methods
 from tests.bench.methods.pairs import Contender, LoadedPair, copies_outputs, run
-from tests.bench.methods.tables import MethodCell
 
 
 @pytest.fixture
-def selection():
-    return Selection(
+def options():
+    return Namespace(
         methods=["model", "ngram", "tree", "model+suffix"],
         rules=["coupled"],
         lengths=[2],
-        adaptive=["model"],
         temperatures=[0.0, 0.7],
         batch_sizes=[1, 2],
-        domains=["repeat", "own"],
+        large=False,
     )
 
 
-def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workload, selection, console, tmp_path):
-    path = tmp_path / "cells.json"
-    cells = methods(workload, selection, console, json=path)
-    named = {(cell.method, cell.batch_size, cell.temperature): cell for cell in cells}
+def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workload, options, console, monkeypatch):
+    monkeypatch.setattr(comparison, "read_domains", lambda _: {"repeat": workload.prompts})
+    cells = methods(options, workload, console)
+    named = {(cell.contender.name, cell.cell.batch_size, cell.cell.temperature): cell for cell in cells}
     for size, heat in ((1, 0.0), (1, 0.7), (2, 0.0), (2, 0.7)):
-        own = ("none", "model", "ngram", "tree", "model+suffix", "model adaptive")
-        assert all(named[name, size, heat].exact for name in own)
+        names = ("none", "model", "ngram", "tree", "model+suffix", "model adaptive")
+        assert all(named[name, size, heat].exact for name in names)
         assert named["none", size, heat].speedup == named["none", size, heat].mean_acceptance_length == 1.0
-    written = json.loads(path.read_text())
-    assert [MethodCell(**fields) for fields in written] == cells
 
 
 def test_only_methods_that_copy_write_the_earlier_answers_first(workload):
     pair = LoadedPair(workload, max_num_seqs=1, max_length=40)
     for name, copies in (("suffix", True), ("model+suffix", True), ("ngram", False)):
-        row = Contender(name, "coupled", 8, {"speculation": "fixed"})
+        row = Contender(name, "coupled", 8)
         engines = [pair.engine(row, remembers_outputs=remembers) for remembers in (False, True)]
         assert [copies_outputs(engine) for engine in engines] == [copies] * 2
         if name != "model+suffix":  # this draft needs no copies

@@ -15,13 +15,12 @@ from unittest.mock import patch
 
 from rich.console import Console
 
-from tests.bench.compare import compile_models, conditions, write
+from tests.bench.compare import compile_models, conditions
 from tests.bench.paced.light_pair import make_light_pair
 from tests.bench.paced.roofline import Pair
 from tests.bench.paced.tables import PacedCell, paced_cells, show
 from tests.bench.paced_device import environment
-from tests.bench.turns import Start, collect
-from tests.bench.worker import WorkerProcess
+from tests.bench.turns import collect
 from tests.bench.workload import Workload, read_prompts
 
 MAX_STREAMS = 4
@@ -35,15 +34,8 @@ def paced(
     pair_name: str,
     arms: Sequence[str],
     console: Console,
-    *,
-    json: Path | None = None,
-    start: Start = WorkerProcess,
 ) -> list[str]:
-    """Measure, print and write; returns what went wrong.
-
-    Raises:
-        ConfigError: there is no such pair.
-    """
+    """Measure and print; returns what went wrong. Raises ConfigError if there is no such pair."""
     pair = Pair.of(pair_name)
     cells: list[PacedCell] = []
     failures: list[str] = []
@@ -53,13 +45,11 @@ def paced(
         for paced_workload in _by_models(workload, Path(folder)):
             compile_models(paced_workload, console)
             with patch.dict(os.environ, PASSIVE | environment(pair_name)):
-                rows, failed = collect(names, paced_workload, console, start)
+                rows, failed = collect(names, paced_workload, console)
             cells += paced_cells(rows, pair, paced_workload)
             failures += failed
     show(cells, pair_name, console)
     console.print(conditions(workload), highlight=False)
-    if json is not None:
-        write(cells, json)
     return failures
 
 

@@ -1,7 +1,4 @@
-"""What a paced group is made of, wherever it runs: models, roles and arms; and how its decoding is timed.
-
-`bare` puts the roles into processes, in the time of the wall; `virtual` puts them into one process, in virtual time.
-"""
+"""What a paced group in virtual time is made of: models and roles; and how its decoding is timed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -126,22 +123,17 @@ class Stretch:
 
     Attributes:
         num_tokens: committed by all requests.
-        rounds_s: the seconds of each round, from the end of the one before.
+        rounds_s: the seconds of each round, from the end of the round before.
         texts: all tokens of each request, those before the stretch included.
     """
 
     num_tokens: int = 0
     rounds_s: list[float] = field(default_factory=list)
-    rounds_by_length: dict[tuple[int, str], int] = field(default_factory=dict)
     texts: dict[str, list[int]] = field(default_factory=dict)
 
     @property
-    def seconds(self) -> float:
-        return sum(self.rounds_s)
-
-    @property
     def tokens_per_s(self) -> float:
-        return self.num_tokens / self.seconds
+        return self.num_tokens / sum(self.rounds_s)
 
 
 class Finish:
@@ -186,11 +178,10 @@ async def decode(
         if ends:
             ends.append(clock())
         elif min(map(len, texts.values())) >= num_warm:
-            first, before = total, engine.stats.num_rounds_by_length.copy()
+            first = total
             ends.append(clock())
         if ends and total - first >= num_tokens * len(prompts):
             stretch.num_tokens, is_timed = total - first, True
-            stretch.rounds_by_length = dict(engine.stats.num_rounds_by_length - before)
             finish.num_left -= 1
     stretch.rounds_s = [later - earlier for earlier, later in pairwise(ends)]
     for request_id in texts:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.contestants.processes import NAMES
 from tests.bench.figures import Row, figure, paired_ratio
 from tests.bench.paced.roofline import Pair
 from tests.bench.workload import Arm, Workload
@@ -28,8 +27,6 @@ class PacedCell:
         tokens_per_s_per_gpu: over the GPUs of the target, and of the draft, if there is one.
     """
 
-    place: str
-    arm: str
     row: Row
     target_roof_ms: float | None
     added_ms: float | None
@@ -49,7 +46,7 @@ def paced_cells(rows: Sequence[Row], pair: Pair, workload: Workload) -> Iterator
         setting = Arm.of(arm, workload.num_speculative_tokens)
         k, num_rows = setting.k, row.rows_per_round
         if num_rows is not None and row.round_ms is not None and setting.speculation != "adaptive":
-            late = 1.0 if row.hit_rounds is None else 1 - row.hit_rounds
+            late = 1.0 if row.hit_share is None else 1 - row.hit_share
             target_ms = 1e3 * pair.target_s(num_rows, k, context)
             added_ms = row.round_ms - target_ms - 1e3 * late * pair.draft_s(num_rows, k, context)
         speculative = named.get(("serve-speculative", row.cell))
@@ -59,47 +56,29 @@ def paced_cells(rows: Sequence[Row], pair: Pair, workload: Workload) -> Iterator
         if place == "serve" and (alone := named.get((f"engine-{arm}", row.cell))) is not None:
             over_engine = paired_ratio(row, alone)
         num_gpus = pair.target.num_gpus + (pair.draft.num_gpus if setting.speculation != "off" else 0)
-        per_gpu = row.tokens_per_s / num_gpus
-        yield PacedCell(place, arm, row, target_ms, added_ms, gain, share_of_bound, over_engine, per_gpu)
+        yield PacedCell(row, target_ms, added_ms, gain, share_of_bound, over_engine, row.tokens_per_s / num_gpus)
 
 
-Column = tuple[str, Callable[[PacedCell], float | None], str]
-
-RATES: tuple[Column, ...] = (
+COLUMNS: tuple[tuple[str, Callable[[PacedCell], float | None], str], ...] = (
     ("tokens/s", lambda cell: cell.row.tokens_per_s, ".1f"),
     ("per GPU", lambda cell: cell.tokens_per_s_per_gpu, ".1f"),
     ("of engine", lambda cell: cell.over_engine, ".3f"),
-    ("last TTFT", lambda cell: cell.row.ttft_last_ms, ".1f"),
-    ("length", lambda cell: cell.row.mean_acceptance_length, ".2f"),
-    ("rows", lambda cell: cell.row.rows_per_round, ".1f"),
-)
-ROUND: tuple[Column, ...] = (
-    ("target", lambda cell: cell.row.target_ms, ".2f"),
-    ("draft", lambda cell: cell.row.draft_ms, ".2f"),
-    ("wire", lambda cell: cell.row.wire_ms, ".2f"),
-    ("scheduling", lambda cell: cell.row.scheduling_ms, ".2f"),
-    ("delivery", lambda cell: cell.row.delivery_ms, ".2f"),
-    ("round", lambda cell: cell.row.round_ms, ".2f"),
-    ("added", lambda cell: cell.added_ms, ".2f"),
-)
-AHEAD: tuple[Column, ...] = (
-    ("gain", lambda cell: cell.gain, ".2f"),
+    ("added ms", lambda cell: cell.added_ms, ".2f"),
+    ("prepared", lambda cell: cell.row.hit_share, ".2f"),
+    ("of k = 4", lambda cell: cell.gain, ".2f"),
     ("share of bound", lambda cell: cell.share_of_bound, ".0%"),
-    ("hit rate", lambda cell: cell.row.hit_rate, ".2f"),
-    ("rounds of hits", lambda cell: cell.row.hit_rounds, ".2f"),
-    ("hit ms", lambda cell: cell.row.hit_wait_ms, ".2f"),
-    ("miss ms", lambda cell: cell.row.miss_wait_ms, ".2f"),
 )
 
 
 def show(cells: Sequence[PacedCell], pair: str, console: Console) -> None:
-    console.print(_table(f"PACED, not a GPU: {pair}", cells, RATES))
-    title = "A round without prompts, ms; added: beyond the passes that it waits for; alternating rounds overlap"
-    console.print(_table(title, cells, ROUND))
-    ahead = [cell for cell in cells if cell.gain is not None]
-    console.print(_table("Running ahead over speculation; waiting for drafts, ms", ahead, AHEAD))
-    busy = [cell for cell in cells if cell.row.cpu_us]
-    console.print(_table("CPU time per token, in microseconds", busy, [_cpu(name) for name in (*NAMES, "client")]))
+    caption = "added: what a round takes beyond the passes that it waits for; prepared: rounds whose drafts all were"
+    table = Table("streams", "T", "", title=f"PACED, not a GPU: {pair}", caption=caption, caption_justify="left")
+    for name, _, _ in COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for cell in cells:
+        texts = (figure(read(cell), form) for _, read, form in COLUMNS)
+        table.add_row(str(cell.row.batch_size), f"{cell.row.temperature:g}", cell.row.name, *texts)
+    console.print(table)
     for warning in warnings(cells):
         console.print(warning, style="yellow", markup=False)
 
@@ -112,18 +91,3 @@ def warnings(cells: Sequence[PacedCell]) -> Iterator[str]:
             took = f"a target pass took {row.target_ms:.2f} ms, {roof_ms:.2f} by the roofline"
             why = "other work took the CPU, or the real compute does not fit"
             yield f"{row.name}, {row.batch_size} streams, T = {row.temperature:g}: {took}; {why}"
-
-
-def _cpu(name: str) -> Column:
-    return name, lambda cell: cell.row.cpu_us.get(name), ".0f"
-
-
-def _table(title: str, cells: Sequence[PacedCell], columns: Sequence[Column]) -> Table:
-    table = Table("streams", "T", "", title=title)
-    for name, _, _ in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for cell in cells:
-        row = cell.row
-        texts = (figure(read(cell), form) for _, read, form in columns)
-        table.add_row(str(row.batch_size), f"{row.temperature:g}", row.name, *texts)
-    return table

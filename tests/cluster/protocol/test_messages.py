@@ -1,6 +1,5 @@
 """What is encoded comes back the same, and what is no message is refused."""
 
-import contextlib
 import math
 
 import msgspec
@@ -100,15 +99,6 @@ def test_other_bytes_are_refused_with_one_exception(payload):
     for decode in (decode_request, decode_reply):
         with pytest.raises(MalformedMessageError):
             decode(payload)
-
-
-@settings(max_examples=50)
-@given(REQUESTS, st.integers(0, 40), st.integers(0, 255))
-def test_a_flipped_byte_never_raises_anything_else(request, place, byte):
-    payload = bytearray(encode(request))
-    payload[place % len(payload)] = byte
-    with contextlib.suppress(MalformedMessageError):
-        decode_request(bytes(payload))
 
 
 def test_parameters_outside_their_range_are_refused():

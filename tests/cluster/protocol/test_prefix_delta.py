@@ -4,20 +4,12 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from cluster.protocol.messages import PrefixDelta
 from cluster.protocol.prefix_delta import Acknowledged, PrefixTable
 from engine.blocks.block_pool import block_table
-from engine.config import EngineConfig
-from engine.control.plan import Plan
-from engine.execution.batch import ForwardRow, build
-from engine.execution.kv_tensors import KVTensors
-from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, ProposeRow, Request, Verdict
-from engine.requests.sequence import Sequence
-from engine.scheduler import Scheduler
+from engine.protocols import ProposeRow, Request
 from tests.cluster.fakes import propose_row, verify_row
 
 
@@ -79,24 +71,6 @@ def test_the_least_recently_used_are_evicted_first_and_never_the_current_batch()
     assert len(table._prefixes) == 4
 
 
-def test_a_released_request_is_forgotten_also_by_a_worker_that_holds_no_prefix_of_it():
-    table, forgotten = table_of(whole("a", [1]))
-    table.update(["a", "unknown"], [])
-    assert len(table._prefixes) == 0
-    assert forgotten == ["a", "unknown"]
-
-
-def test_requests_of_several_clients_are_named_after_their_owners():
-    forgotten = []
-    tables = [PrefixTable(4, forgotten.append, owner=owner) for owner in ("1/", "2/")]
-    for table in tables:
-        assert table.update([], [whole("a", [1])]) == []
-        assert table.update([], [PrefixDelta("b", 1, [4], 1)]) == ["b"]
-    assert [table["a"].request.request_id for table in tables] == ["1/a", "2/a"]
-    tables[1].update(["a"], [])
-    assert forgotten == ["2/a"]
-
-
 def test_parameters_are_sent_once():
     known = Acknowledged()
     row = propose_row("a", [1, 2, 3])
@@ -104,15 +78,6 @@ def test_parameters_are_sent_once():
     known.acknowledge([], [row])
     assert known.deltas([row])[0][0].params is None
     assert known.deltas([row])[0][0].token_ids == []
-
-
-def test_a_new_block_table_is_sent_from_the_first_difference():
-    known = Acknowledged()
-    row = verify_row("a", [1, 2, 3], block_ids=[4, 5, 6])
-    known.deltas([row])
-    known.acknowledge([], [row])
-    [delta], _ = known.deltas([verify_row("a", [1, 2, 3], block_ids=[4, 8, 6, 7])])
-    assert (delta.block_offset, delta.block_ids) == (1, [8, 6, 7])
 
 
 def test_whatever_is_lost_evicted_or_preempted_the_worker_holds_what_was_committed():
@@ -146,49 +111,6 @@ def test_whatever_is_lost_evicted_or_preempted_the_worker_holds_what_was_committ
         if rng.random() < 0.7:
             known.acknowledge([], rows)
     assert num_resent > 20
-
-
-def test_a_pass_has_the_schedulers_block_tables_after_growth_preemption_and_abort():
-    """500 random rounds over 11 blocks, of which requests want more; messages are lost on either way."""
-    rng, kv = random.Random(0), KVTensors(KVShape(1, 1, 1, 1), 12, 2, torch.empty(0))
-    config = EngineConfig(block_size=2, max_num_seqs=4, max_num_batched_tokens=9)
-    scheduler, table, known, batch = Scheduler(config, 12, 20), PrefixTable(3, {}.get), Acknowledged(), []
-    num_passes = 0
-    for number in range(500):
-        if scheduler.running and rng.random() < 0.1:
-            name = rng.choice(scheduler.running).request.request_id
-            scheduler.abort(name)
-            known.release(name)
-        if len(scheduler.running) + len(scheduler.waiting) < 5:
-            prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
-            request = Request(str(number), prompt, len(prompt), SamplingParams(max_tokens=rng.randrange(2, 12)))
-            scheduler.add(Sequence(request, frozenset(), None))
-        scheduler.withdraw(batch)
-        batch = scheduler.next_batch(Plan(0))
-        rows = [row.verify(NO_DRAFT) for row in batch]
-        deltas, released = known.deltas(rows)
-        if rng.random() < 0.2:
-            continue
-        if missing := table.update(released, deltas):
-            known.forget(missing)
-            assert table.update(released, known.deltas(rows)[0]) == []
-        if rng.random() < 0.2:
-            continue
-        held = [table[row.request.request_id] for row in rows]
-        sent = zip(held, rows, strict=True)
-        computed = [ForwardRow([1] * row.length, row.start, prefix.block_ids, 1) for prefix, row in sent]
-        (group,) = build(computed, kv).paged.groups
-        for blocks, row in zip(group.blocks.tolist(), rows, strict=True):
-            num_read = -(-(row.start + row.length) // 2)
-            assert blocks == [*list(row.block_ids)[:num_read], *[0] * len(blocks)][: len(blocks)]
-        num_passes += len(rows)
-        known.acknowledge(released, rows)
-        verdicts = [Verdict([rng.randrange(3)]) if row.reaches_tip else Verdict() for row in rows]
-        for sequence, output in scheduler.commit(batch, verdicts):
-            if output.finish_reason is not None:
-                known.release(sequence.request.request_id)
-    assert num_passes > 500
-    assert scheduler.stats.num_preemptions > 20
 
 
 def test_a_worker_learns_how_long_an_encoders_input_is():

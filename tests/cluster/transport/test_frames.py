@@ -11,7 +11,7 @@ from cluster.transport import frames as frames_module
 from cluster.transport.frames import FrameReader, frame, set_options
 
 
-def test_a_tcp_connection_sends_at_once_and_notices_that_its_peer_has_vanished() -> None:
+def test_a_tcp_connection_sends_at_once_and_notices_that_its_peer_has_vanished():
     """While sent data is unacknowledged, keepalive does not run: the user timeout ends the connection then."""
     with socket.socket() as connection:
         set_options(connection)
@@ -24,7 +24,7 @@ def test_a_tcp_connection_sends_at_once_and_notices_that_its_peer_has_vanished()
 
 
 @given(payloads=st.lists(st.binary(max_size=50), max_size=8), sizes=st.lists(st.integers(1, 40), min_size=1))
-def test_any_pieces_give_the_same_messages(payloads: list[bytes], sizes: list[int]) -> None:
+def test_any_pieces_give_the_same_messages(payloads, sizes):
     stream = b"".join(frame(payload) for payload in payloads)
     frames, payloads_read, start = FrameReader(), [], 0
     while start < len(stream):
@@ -34,7 +34,7 @@ def test_any_pieces_give_the_same_messages(payloads: list[bytes], sizes: list[in
     assert payloads_read == payloads
 
 
-def test_too_long_a_message_is_refused_before_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_a_message_is_refused_before_it_arrives(monkeypatch):
     monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 10)
     frames = FrameReader()
     assert frames.feed(frame(b"x" * 10)) == [b"x" * 10]

@@ -41,7 +41,7 @@ async def mail() -> AsyncIterator[Mail]:
     mail.server.close()
 
 
-async def test_messages_of_several_senders_come_in_the_order_of_each(mail: Mail) -> None:
+async def test_messages_of_several_senders_come_in_the_order_of_each(mail):
     senders = [Outbox(mail.address) for _ in range(3)]
     for number in range(50):
         for index, sender in enumerate(senders):
@@ -62,7 +62,7 @@ def anonymous() -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize("has_certificate", [False, True])
-async def test_a_sender_without_the_credentials_is_refused(mail: Mail, has_certificate: bool) -> None:
+async def test_a_sender_without_the_credentials_is_refused(mail, has_certificate):
     address = mail.address
     stranger = tls_context(make_credentials(), address.certificate, is_server=False)
     tls = stranger if has_certificate else anonymous()
@@ -74,36 +74,14 @@ async def test_a_sender_without_the_credentials_is_refused(mail: Mail, has_certi
     assert mail.messages == []
 
 
-async def test_a_sender_trusts_only_the_inbox_with_the_certificate(mail: Mail) -> None:
+async def test_a_sender_trusts_only_the_inbox_with_the_certificate(mail):
     server, address = await open_inbox("127.0.0.1", mail.deliver)
     sender = Outbox(mail.address._replace(port=address.port, senders=address.senders))
     assert not await sender.room()
     server.close()
 
 
-async def test_a_malformed_message_ends_its_connection_only(mail: Mail) -> None:
-    bad, good = Outbox(mail.address), Outbox(mail.address)
-    for sender in (bad, good):
-        await sender.room()
-    bad.post(b"malformed")
-    await wait_for(lambda: bad.is_lost)
-    good.post(b"fine")
-    assert await mail.until(1) == [b"fine"]
-    good.close()
-
-
-async def test_what_is_sent_before_the_connection_is_made_comes_first(mail: Mail) -> None:
-    outbox = Outbox(mail.address)
-    outbox.post(b"1")
-    outbox.post(b"2")
-    assert not outbox.has_room
-    assert await outbox.room()
-    outbox.post(b"3")
-    outbox.close()  # which sends what was written
-    assert await mail.until(3) == [b"1", b"2", b"3"]
-
-
-async def test_a_sender_is_told_that_the_inbox_does_not_read(mail: Mail, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_is_told_that_the_inbox_does_not_read(mail, monkeypatch):
     connections: list[FrameConnection] = []
     made = FrameConnection.connection_made
 
@@ -130,7 +108,7 @@ async def test_a_sender_is_told_that_the_inbox_does_not_read(mail: Mail, monkeyp
     outbox.close()
 
 
-async def test_a_loss_is_told_once(mail: Mail) -> None:
+async def test_a_loss_is_told_once(mail):
     reasons: list[str] = []
     outbox = Outbox(mail.address, reasons.append)
     await outbox.room()
@@ -144,8 +122,19 @@ async def test_a_loss_is_told_once(mail: Mail) -> None:
     assert (outbox.is_lost, outbox.has_room, len(reasons)) == (True, False, 1)
 
 
+async def test_what_is_sent_before_the_connection_is_made_comes_first(mail):
+    outbox = Outbox(mail.address)
+    outbox.post(b"1")
+    outbox.post(b"2")
+    assert not outbox.has_room
+    assert await outbox.room()
+    outbox.post(b"3")
+    outbox.close()  # which sends what was written
+    assert await mail.until(3) == [b"1", b"2", b"3"]
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
-async def test_a_connection_that_cannot_be_made_is_lost(mail: Mail, is_closed: bool) -> None:
+async def test_a_connection_that_cannot_be_made_is_lost(mail, is_closed):
     reasons: list[str] = []
     mail.server.close()
     outbox = Outbox(mail.address, reasons.append)

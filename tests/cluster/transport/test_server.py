@@ -6,22 +6,20 @@ import socket
 import struct
 import tempfile
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cluster.protocol.messages import AnyReply, AnyRequest, encode
-from cluster.transport import ConnectionLostError, DeadlineError, Listener, Server
-from cluster.transport import frames as frames_module
+from cluster.transport import ConnectionLostError, Listener, Server
 from cluster.transport import server as server_module
 from cluster.transport.credentials import Credentials, tls_context
 from cluster.transport.frames import frame
 from engine.errors import TargetError
 from tests.cluster.wire import NODE_ID, in_thread, linked, ping, pong, serving
+from tests.waiting import wait_until
 
 RESET = struct.pack("ii", 1, 0)  # linger for 0 s: closing sends a reset
 
@@ -45,49 +43,13 @@ def assert_answers(connection: socket.socket, number: int = 1) -> None:
     assert connection.recv(1000) == frame(encode(pong(ping(number))))
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("the condition did not become true")
-
-
-async def test_a_reply_after_its_deadline_is_not_sent(
-    credentials: Credentials, dropped: Callable[[], Counter[str]]
-) -> None:
-    def answer(request: AnyRequest) -> AnyReply:
-        if request.round == 1:
-            time.sleep(0.5)
-        return pong(request)
-
-    with serving(credentials.certificate, answer) as server, linked(server.endpoint, credentials) as link:
-        with pytest.raises(DeadlineError):
-            await link.call(ping(1, deadline_s=0.2))
-        assert (await link.call(ping(2))).round == 2
-        assert dropped() == {"overdue": 1}
-
-
-def test_a_malformed_message_is_dropped(
-    server: Listener, credentials: Credentials, dropped: Callable[[], Counter[str]]
-) -> None:
+def test_a_malformed_message_is_dropped(server, credentials):
     with connect_by_tls(server, credentials) as client:
         client.sendall(frame(b"\xc1 no message"))
         assert_answers(client)
-    assert dropped() == {"malformed": 1}
 
 
-async def test_a_client_that_announces_too_long_a_message_is_disconnected_and_may_connect_again(
-    server: Listener, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 1000)
-    with linked(server.endpoint, credentials) as link:
-        with pytest.raises(ConnectionLostError):
-            await link.call(ping(1, released=["x" * 2000]))
-        await link.call(ping(2))
-
-
-async def test_half_a_message_does_not_interrupt_the_work(credentials: Credentials) -> None:
+async def test_half_a_message_does_not_interrupt_the_work(credentials):
     """A drafter continues with its passes until the rest of a request has arrived."""
     num_passes = 0
     has_worked = threading.Event()
@@ -109,29 +71,17 @@ async def test_half_a_message_does_not_interrupt_the_work(credentials: Credentia
         assert client.recv(1000) == frame(encode(pong(ping(2))))
 
 
-def test_a_client_that_connects_again_replaces_its_earlier_connection(
-    server: Listener, credentials: Credentials
-) -> None:
-    """Half a message left over from the old connection is not read as part of the new one."""
-    with connect_by_tls(server, credentials) as old:
-        assert_answers(old)
-        old.sendall(frame(encode(ping(2)))[:-1])
-        with connect_by_tls(server, credentials) as new:
-            assert_answers(new, 3)
-            assert old.recv(1000) == b""
-
-
-def test_a_client_without_tls_is_refused(server: Listener) -> None:
+def test_a_client_without_tls_is_refused(server):
     with connect_by_tcp(server) as plain:
         plain.sendall(frame(encode(ping(1))))
         with contextlib.suppress(ConnectionResetError):
             while plain.recv(1000):
                 pass
-    wait_for(lambda: server._num_refused == 1)
+    wait_until(lambda: server._num_refused == 1)
 
 
 @pytest.mark.parametrize("how", ["closed", "reset"])
-def test_a_client_that_leaves_before_its_handshake_is_not_accepted(credentials: Credentials, how: str) -> None:
+def test_a_client_that_leaves_before_its_handshake_is_not_accepted(credentials, how):
     """On a socket without a peer, wrap_socket itself does no handshake and raises nothing."""
     serving = Server("127.0.0.1", NODE_ID)
     server = serving.listen(credentials.certificate, pong)
@@ -140,13 +90,11 @@ def test_a_client_that_leaves_before_its_handshake_is_not_accepted(credentials: 
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         client.sendall(frame(encode(ping(1))))
     with in_thread(serving):
-        wait_for(lambda: server._num_refused == 1)
+        wait_until(lambda: server._num_refused == 1)
         assert server._client is None
 
 
-def test_slow_handshakes_do_not_delay_the_client(
-    server: Listener, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_handshakes_do_not_delay_the_client(server, credentials, monkeypatch):
     monkeypatch.setattr(server_module, "_MAX_HANDSHAKES", 10)
     monkeypatch.setattr(server_module, "_HANDSHAKE_S", 60)
     with contextlib.ExitStack() as slow:
@@ -154,20 +102,12 @@ def test_slow_handshakes_do_not_delay_the_client(
         with connect_by_tls(server, credentials) as client:
             assert_answers(client)
         assert connections[0].recv(1) == b""  # the oldest ones made room
-        wait_for(lambda: server._num_refused == 16)
+        wait_until(lambda: server._num_refused == 16)
 
 
-def test_a_handshake_that_takes_too_long_is_refused(server: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 0.1)
-    with connect_by_tcp(server) as connection:
-        assert connection.recv(1) == b""
-
-
-def test_a_handshake_that_began_earlier_does_not_replace_a_later_client(
-    server: Listener, credentials: Credentials
-) -> None:
+def test_a_handshake_that_began_earlier_does_not_replace_a_later_client(server, credentials):
     with connect_by_tcp(server) as slow:
-        wait_for(lambda: server._handshakes)
+        wait_until(lambda: server._handshakes)
         with connect_by_tls(server, credentials) as later:
             assert_answers(later)
             context = tls_context(credentials, server.endpoint.certificate, is_server=False)
@@ -176,9 +116,7 @@ def test_a_handshake_that_began_earlier_does_not_replace_a_later_client(
             assert_answers(later)
 
 
-def test_a_lack_of_file_descriptors_does_not_end_the_server(
-    server: Listener, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_file_descriptors_does_not_end_the_server(server, credentials, monkeypatch):
     failures = [OSError(24, "Too many open files")] * 3
     accept = socket.socket.accept
 
@@ -193,19 +131,17 @@ def test_a_lack_of_file_descriptors_does_not_end_the_server(
 
 
 @pytest.mark.parametrize("by", ["unix socket", "tls"])
-def test_the_folder_is_removed_once_a_client_is_accepted(server: Listener, credentials: Credentials, by: str) -> None:
+def test_the_folder_is_removed_once_a_client_is_accepted(server, credentials, by):
     """Workers are killed, so they cannot remove it at their end."""
     folder = Path(server.endpoint.path).parent
     assert folder.stat().st_mode & 0o777 == 0o700
     with socket.socket(socket.AF_UNIX) if by == "unix socket" else connect_by_tls(server, credentials) as client:
         if by == "unix socket":
             client.connect(server.endpoint.path)
-        wait_for(lambda: not folder.exists())
+        wait_until(lambda: not folder.exists())
 
 
-def test_with_too_long_a_path_clients_connect_by_tls(
-    credentials: Credentials, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_with_too_long_a_path_clients_connect_by_tls(credentials, monkeypatch, tmp_path):
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -216,24 +152,7 @@ def test_with_too_long_a_path_clients_connect_by_tls(
             assert_answers(client)
 
 
-def test_a_server_closes_during_a_handshake(credentials: Credentials) -> None:
-    server = Server("127.0.0.1", NODE_ID)
-    listener = server.listen(credentials.certificate, pong)
-    with in_thread(server), connect_by_tcp(listener) as client:
-        wait_for(lambda: listener._handshakes)
-        server.close()
-        assert client.recv(1) == b""
-
-
-def test_a_server_that_was_closed_before_it_serves_returns_at_once(credentials: Credentials) -> None:
-    server = Server("127.0.0.1", NODE_ID)
-    path = server.listen(credentials.certificate, pong).endpoint.path
-    server.close()
-    server.serve()
-    assert not Path(path).exists()
-
-
-async def test_an_exception_of_the_worker_ends_the_call_at_once(credentials: Credentials) -> None:
+async def test_an_exception_of_the_worker_ends_the_call_at_once(credentials):
     """The group must not wait for the deadline before it starts all ranks again."""
 
     def answer(request: AnyRequest) -> AnyReply:
@@ -246,3 +165,19 @@ async def test_an_exception_of_the_worker_ends_the_call_at_once(credentials: Cre
         with pytest.raises(ConnectionLostError):
             await link.call(ping(1, deadline_s=60))
         assert isinstance(await asyncio.to_thread(serving_ends.exception, 10), TargetError)
+
+
+def test_a_client_that_connects_again_replaces_its_earlier_connection(server, credentials):
+    """Half a message left over from the old connection is not read as part of the new one."""
+    with connect_by_tls(server, credentials) as old:
+        assert_answers(old)
+        old.sendall(frame(encode(ping(2)))[:-1])
+        with connect_by_tls(server, credentials) as new:
+            assert_answers(new, 3)
+            assert old.recv(1000) == b""
+
+
+def test_a_handshake_that_takes_too_long_is_refused(server, monkeypatch):
+    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 0.1)
+    with connect_by_tcp(server) as connection:
+        assert connection.recv(1) == b""

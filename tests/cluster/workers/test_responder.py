@@ -7,7 +7,6 @@ from cluster.workers.responder import TargetResponder
 from engine.errors import TargetError
 from engine.params import SamplingParams
 from engine.protocols import Draft, Verdict
-from engine.stats.preparation import PREPARATION
 from tests.cluster.fakes import SumVerifier
 
 
@@ -52,9 +51,3 @@ def test_a_verdict_brings_the_tree_that_the_target_made_but_not_what_the_router_
     responder = TargetResponder(TreeVerifier(), rank=0, capacity=4, version=1)
     reply = decode_reply(encode(responder.answer(Verify(1, 1, 1.0, [], entries))))
     assert [verdict.draft for verdict in reply.verdicts] == [Draft([5, 6], [-1, -1]), Draft()]
-
-
-def test_a_reply_says_what_its_round_should_not_have_waited_for(monkeypatch):
-    monkeypatch.setitem(PREPARATION.counts, "compiled", 3)
-    reply = TargetResponder(SumVerifier(), rank=0, capacity=4, version=1).answer(verify(1, WHOLE))
-    assert decode_reply(encode(reply)).unprepared == PREPARATION.counts

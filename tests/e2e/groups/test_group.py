@@ -1,12 +1,10 @@
 """A speculation group of real processes on a Ray cluster: the engine's text does not depend on who lives."""
 
-import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import ray
@@ -17,8 +15,7 @@ from cluster.group import SpeculationGroup
 from cluster.placement import PlacementError
 from engine.errors import ModelMismatchError, TargetError
 from tests.cluster.fakes import process_ids
-from tests.e2e.groups.generation import Text, generate, is_alive, model_config, running, submit
-from tests.e2e.servers import descendants
+from tests.e2e.groups.generation import generate, is_alive, model_config, running
 from tests.engine.targets import alternate
 from tests.models import save_llama
 from tests.waiting import wait_for
@@ -41,9 +38,7 @@ def nodes_of_bundles() -> list[tuple[str, str]]:
     return [(pools[node], node) for _, node in sorted(placed["bundles_to_node_id"].items())]
 
 
-async def test_two_ranks_on_one_node_and_a_draft_on_another_write_the_text_of_one_process(
-    group: SpeculationGroup, expected: Text
-) -> None:
+async def test_two_ranks_on_one_node_and_a_draft_on_another_write_the_text_of_one_process(group, expected):
     router, draft, target = nodes_of_bundles()
     assert (router[0], draft[0], target[0]) == ("target", "draft", "target")
     generation = generate(group)
@@ -55,22 +50,7 @@ async def test_two_ranks_on_one_node_and_a_draft_on_another_write_the_text_of_on
     assert set(process_ids(group)) == {"draft", "target-0", "target-1"}
 
 
-async def test_a_killed_draft_leaves_the_text_alone_and_comes_back(group: SpeculationGroup, expected: Text) -> None:
-    generation = generate(group)
-    await generation.run(until=lambda: generation.num_tokens > 60)
-    first, fallbacks = process_ids(group)["draft"], sum(group.remote_drafter.fallbacks.values())
-    os.kill(first, signal.SIGKILL)
-    await generation.run()
-    assert generation.text == expected
-    assert sum(group.remote_drafter.fallbacks.values()) > fallbacks
-    await wait_for(lambda: process_ids(group).get("draft", first) != first)
-    again = generate(group)  # a new engine begins with drafts; the first one may have found that they do not pay
-    await again.run()
-    assert again.text == expected
-    assert again.engine.stats.num_drafts > 0
-
-
-async def test_a_stopped_draft_costs_one_deadline_and_comes_back(group: SpeculationGroup, expected: Text) -> None:
+async def test_a_stopped_draft_costs_one_deadline_and_comes_back(group, expected):
     generation, timeouts = generate(group), group.remote_drafter.fallbacks["timeout"]
     await generation.run(until=lambda: generation.num_tokens > 60)
     stopped = process_ids(group)["draft"]
@@ -85,12 +65,12 @@ async def test_a_stopped_draft_costs_one_deadline_and_comes_back(group: Speculat
     await wait_for(lambda: group.remote_drafter.is_available)
 
 
-async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
-    group: SpeculationGroup, expected: Text
-) -> None:
-    """Rank 1; test_app.py kills a target that is rank 0 alone."""
-    generation = generate(group)
-    await generation.run(until=lambda: generation.num_tokens > 40)
+async def test_with_two_rounds_in_flight_the_text_is_the_same_whoever_is_killed_or_hangs(group, expected):
+    """Rank 1; tests/e2e/served kills a target that is rank 0 alone."""
+    generation = generate(group, speculation="fixed")
+    alternate(generation.engine)
+    await generation.run(until=lambda: generation.num_tokens > 30)
+    assert generation.engine._rounds.is_in_flight
     before = process_ids(group)
     os.kill(before["target-1"], signal.SIGKILL)
     with pytest.raises(TargetError):
@@ -99,24 +79,7 @@ async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
     generation.engine.reset()
     await group.recover()
     assert group.is_available
-    assert not is_alive(before["target-0"])
-    assert not is_alive(before["target-1"])
-    await generation.run()
-    assert generation.text == expected
-
-
-async def test_with_two_rounds_in_flight_the_text_is_the_same_whoever_is_killed_or_hangs(
-    group: SpeculationGroup, expected: Text
-) -> None:
-    generation = generate(group, speculation="fixed")
-    alternate(generation.engine)
-    await generation.run(until=lambda: generation.num_tokens > 30)
-    assert generation.engine._rounds.is_in_flight
-    os.kill(process_ids(group)["target-0"], signal.SIGKILL)
-    with pytest.raises(TargetError):
-        await generation.run()
-    generation.engine.reset()
-    await group.recover()
+    assert not any(is_alive(before[f"target-{rank}"]) for rank in range(2))
     await wait_for(lambda: group.remote_drafter.is_available)
     await generation.run(until=lambda: generation.num_tokens > 70)
     stopped, timeouts = process_ids(group)["draft"], group.remote_drafter.fallbacks["timeout"]
@@ -134,67 +97,7 @@ async def test_with_two_rounds_in_flight_the_text_is_the_same_whoever_is_killed_
     assert again.engine.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.long
-async def test_a_stopped_rank_is_lost_after_the_configured_time(group: SpeculationGroup, expected: Text) -> None:
-    generation = generate(group)
-    await generation.run(until=lambda: generation.num_tokens > 40)
-    stopped = process_ids(group)["target-1"]
-    os.kill(stopped, signal.SIGSTOP)
-    async with asyncio.timeout(group.config.hang_timeout_s + 5):
-        with pytest.raises(TargetError, match="did not answer for"):
-            await generation.run()
-    generation.engine.reset()
-    await group.recover()
-    assert not is_alive(stopped)
-    await generation.run()
-    assert generation.text == expected
-
-
-@pytest.mark.parametrize(
-    ("victim", "num_workers", "report"),
-    [("DraftWorker", 1, "Draft worker did not start"), ("TargetWorker", 2, "The target did not survive start 1 of 5")],
-)
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.long
-async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_started_again(
-    config: GroupConfig,
-    expected: Text,
-    victim: str,
-    num_workers: int,
-    report: str,
-    fault: signal.Signals,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """With trees that grow on while the target verifies, because this group is not shared."""
-    others = worker_ids(victim)  # of a group that tests share
-    trees = replace(config.engine, drafting="tree", speculation="fixed")
-    config = replace(config, tensor_parallel_size=num_workers, hang_timeout_s=5.0, engine=trees, run_ahead="on")
-    starting = asyncio.create_task(SpeculationGroup.start(config))
-    await wait_for(lambda: len(worker_ids(victim) - others) == num_workers)
-    first = worker_ids(victim) - others
-    os.kill(max(first), fault)
-    group = await starting
-    try:
-        generation = generate(group)
-        await generation.run()
-        assert generation.text == expected
-        await wait_for(lambda: report in caplog.text and "draft" in process_ids(group))
-        await wait_for(lambda: not any(map(is_alive, first)))
-        again = submit(generation.engine)
-        await again.run()
-        assert again.text == expected
-        assert generation.engine.stats.num_accepted_tokens > 0
-        assert group.remote_drafter.run_ahead.hits > 0
-    finally:
-        await group.stop()
-
-
-def worker_ids(class_name: str) -> set[int]:
-    """Return the process ids of this cluster's workers of a class; Ray puts it into their titles."""
-    return {process.pid for process in descendants(class_name)}
-
-
-async def test_a_placement_that_cannot_be_met_says_which_bundle_is_missing_what(config: GroupConfig) -> None:
+async def test_a_placement_that_cannot_be_met_says_which_bundle_is_missing_what(config):
     nowhere = replace(config, draft_label_selector={"pool": "nowhere"}, start_timeout_s=3.0)
     with pytest.raises(PlacementError) as caught:
         await SpeculationGroup.start(nowhere)
@@ -205,23 +108,14 @@ async def test_a_placement_that_cannot_be_met_says_which_bundle_is_missing_what(
 
 
 @pytest.mark.long
-async def test_models_with_few_tokens_in_common_are_refused(config: GroupConfig, tmp_path: Path) -> None:
+async def test_models_with_few_tokens_in_common_are_refused(config, tmp_path):
     other = model_config(save_llama(tmp_path / "other", seed=4, vocab_size=200))
     with pytest.raises(ModelMismatchError):
         await SpeculationGroup.start(replace(config, draft=other))
 
 
 @pytest.mark.long
-async def test_without_a_draft_there_is_no_draft_worker(config: GroupConfig, expected: Text) -> None:
-    async with running(replace(config, draft=None, engine=replace(config.engine, drafting="suffix"))) as group:
-        generation = generate(group)
-        await generation.run()
-        assert generation.text == expected
-        assert set(process_ids(group)) == {"target-0"}
-
-
-@pytest.mark.long
-async def test_two_ranks_draft_for_themselves(config: GroupConfig, expected: Text) -> None:
+async def test_two_ranks_draft_for_themselves(config, expected):
     engine = replace(config.engine, drafting="self", self_draft_layers=1)
     async with running(replace(config, draft=None, tensor_parallel_size=2, engine=engine)) as group:
         generation = generate(group)

@@ -2,18 +2,16 @@
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from cluster.config import GroupConfig
 from cluster.group import SpeculationGroup
 from engine.errors import TargetError
-from tests.e2e.groups.generation import Generation, Text, generate, running
+from tests.e2e.groups.generation import Generation, generate, running
 from tests.engine.heads.saved_heads import save_head
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 SOON_S = 10
 
@@ -35,9 +33,7 @@ async def assert_drafts_soon(generation: Generation, group: SpeculationGroup) ->
             generation = generate(group)
 
 
-async def test_a_head_drafts_again_after_its_worker_or_the_target_was_killed(
-    config: GroupConfig, expected: Text, tmp_path: Path
-) -> None:
+async def test_a_head_drafts_again_after_its_worker_or_the_target_was_killed(config, expected, tmp_path):
     target = replace(config.target, head=save_head(tmp_path / "head", config.target.path))
     engine = replace(config.engine, drafting="head_worker", speculation="fixed")
     config = replace(config, target=target, draft=replace(target, head_only=True), engine=engine, run_ahead="off")

@@ -32,7 +32,7 @@ async def stream(client: httpx.AsyncClient) -> None:
         await asyncio.sleep(RETRY_S)
 
 
-async def test_both_routers_fill_evenly_and_what_is_too_much_is_refused(server: Server) -> None:
+async def test_both_routers_fill_evenly_and_what_is_too_much_is_refused(server):
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
         streams = [asyncio.create_task(stream(client)) for _ in range(CAPACITY)]

@@ -6,7 +6,6 @@ import httpx
 import pytest
 
 from tests.e2e.replicated.test_operating import agreed, all_know
-from tests.e2e.servers import Server
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -16,7 +15,7 @@ REPORTED_S = 0.5
 """After which every Ingress has heard who holds a prompt."""
 
 
-def test_every_turn_finds_the_blocks_of_the_last_one(server: Server, url: str) -> None:
+def test_every_turn_finds_the_blocks_of_the_last_one(server, url):
     """Each turn comes over a new connection, so to any Ingress."""
     wait_until(lambda: all_know(url, 2))
     before, num_known = agreed(url, "vllm:prefix_cache_hits_total"), 0

@@ -10,18 +10,17 @@ import pytest
 from deployments.cli.serve import SAME_SIGNAL_S
 from deployments.local.haproxy_variables import find_haproxy
 from tests.e2e.replicated.test_stopping import streaming
-from tests.e2e.servers import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
-def test_each_server_answers_its_own_clients(server: Server, neighbour: Server) -> None:
+def test_each_server_answers_its_own_clients(server, neighbour):
     models = [httpx.get(f"{asked.url}/v1/models", timeout=60).json()["data"][0]["id"] for asked in (server, neighbour)]
     assert models == ["tiny", "neighbour"]
 
 
 @pytest.mark.skipif(find_haproxy() is None, reason="no HAProxy on this machine")
-def test_nothing_of_haproxy_listens_to_other_machines(server: Server, neighbour: Server) -> None:
+def test_nothing_of_haproxy_listens_to_other_machines(server, neighbour):
     for asked in (server, neighbour):
         processes = asked.processes("haproxy.cfg")
         connections = [connection for process in processes for connection in process.net_connections()]
@@ -31,8 +30,8 @@ def test_nothing_of_haproxy_listens_to_other_machines(server: Server, neighbour:
 
 
 def test_a_second_signal_does_not_wait_for_streams_and_the_end_of_one_server_is_not_that_of_the_other(
-    server: Server, neighbour: Server
-) -> None:
+    server, neighbour
+):
     with streaming(neighbour):
         neighbour.send(signal.SIGINT)
         while "stopping" not in neighbour.log.read_text():

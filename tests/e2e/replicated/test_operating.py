@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.e2e.replicated.conftest import PLAIN
-from tests.e2e.servers import Server, metrics
+from tests.e2e.servers import metrics
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -41,7 +41,7 @@ def resubmissions(url: str) -> list[float]:
     return [sum(count for (reason,), count in reasons.items() if reason != "moved") for reasons in shown]
 
 
-def test_both_routers_and_ingresses_are_ready_and_head_works(server: Server, url: str) -> None:
+def test_both_routers_and_ingresses_are_ready_and_head_works(server, url):
     wait_until(lambda: all_know(url, 2))
     assert get(url, "/health").json()["status"] == "ok"
     for path in ("/live", "/ready", "/health"):
@@ -49,7 +49,7 @@ def test_both_routers_and_ingresses_are_ready_and_head_works(server: Server, url
         assert (response.status_code, response.content) == (200, b"")
 
 
-def test_every_answer_of_either_ingress_is_in_the_log(server: Server, url: str) -> None:
+def test_every_answer_of_either_ingress_is_in_the_log(server, url):
     sent = {f"logged-{i}" for i in range(20)}
     for request_id in sent:
         assert get(url, "/health", request_id).status_code == 200
@@ -57,7 +57,7 @@ def test_every_answer_of_either_ingress_is_in_the_log(server: Server, url: str) 
     assert len({line["replica"] for line in server.logged("GET /health")}) == 2
 
 
-def test_every_scrape_shows_both_routers(server: Server, url: str) -> None:
+def test_every_scrape_shows_both_routers(server, url):
     before = agreed(url, "vllm:generation_tokens_total")
     for _ in range(NUM_SCRAPES):
         assert httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 5}, timeout=60).status_code == 200
@@ -73,9 +73,7 @@ def check_that_nothing_but_readiness_is_lost(url: str) -> None:
     assert get(url, "/live").status_code == 200
 
 
-def test_a_request_keeps_its_id_and_its_text_and_the_service_its_metrics_when_all_routers_die(
-    server: Server, url: str
-) -> None:
+def test_a_request_keeps_its_id_and_its_text_and_the_service_its_metrics_when_all_routers_die(server, url):
     wait_until(lambda: all_know(url, 2))
     text = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"]
     before = resubmissions(url)

@@ -57,7 +57,7 @@ def expected(server: Server) -> list[list[int]]:
         return [tokens for tokens, _ in threads.map(lambda body: stream(server, body | PLAIN), BODIES)]
 
 
-def test_one_worker_drafts_for_both_routers_and_changes_no_text(server: Server, expected: list[list[int]]) -> None:
+def test_one_worker_drafts_for_both_routers_and_changes_no_text(server, expected):
     accepted = "vllm:spec_decode_num_accepted_tokens_total"
     before = samples(server, accepted)
     with ThreadPoolExecutor(len(BODIES)) as threads:
@@ -82,10 +82,8 @@ def hang(server: Server) -> None:
     worker.send_signal(signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("strike", [kill, hang])
-def test_texts_do_not_notice_the_loss_of_the_worker_and_drafts_come_back(
-    strike: Callable[[Server], None], server: Server, expected: list[list[int]]
-) -> None:
+@pytest.mark.parametrize("strike", [pytest.param(kill, marks=pytest.mark.long), hang])
+def test_texts_do_not_notice_the_loss_of_the_worker_and_drafts_come_back(strike, server, expected):
     wait_until(lambda: is_leased(server))
     (lost,) = samples(server, "paceline:draft_pool_leases")
     resubmitted, has_begun = metrics(server.url).total("paceline:resubmissions_total"), Event()

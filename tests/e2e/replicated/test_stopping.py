@@ -25,7 +25,7 @@ def streaming(server: Server) -> Iterator[Iterator[str]]:
         yield lines
 
 
-def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(server: Server) -> None:
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(server):
     with streaming(server) as lines:
         server.send(signal.SIGTERM)
         *_, error = data_of(lines)

@@ -24,7 +24,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_texts_are_proved_and_made_again_and_a_falsified_token_is_found(url: str, tmp_path: Path) -> None:
+def test_texts_are_proved_and_made_again_and_a_falsified_token_is_found(url, tmp_path):
     (tmp_path / "texts").write_text("Up betimes and to my office,\n\nThis PEP proposes")
     status, page = run("prove", "--url", url, "--texts", str(tmp_path / "texts"), "--out", str(tmp_path))
     assert (status, page.splitlines()[0]) == (0, "# All texts are equal")
@@ -39,13 +39,13 @@ def test_texts_are_proved_and_made_again_and_a_falsified_token_is_found(url: str
     assert f"now it is {right} " in report
 
 
-def test_processes_are_not_killed_without_the_demo_page(url: str) -> None:
+def test_processes_are_not_killed_without_the_demo_page(url):
     status, message = run("prove", "--url", url, "--kill", "target")
     assert (status, "page=demo" in message) == (2, True)
 
 
-def test_a_server_is_examined(url: str) -> None:
-    findings = {one["subject"]: one for one in json.loads(run("doctor", "--url", url, "--json")[1])}
+def test_a_server_is_examined(url):
+    findings = {finding["subject"]: finding for finding in json.loads(run("doctor", "--url", url, "--json")[1])}
     assert {findings[name]["level"] for name in ("health", "version", "pace")} == {"ok"}
     assert {"speed-up", "drafts", "acceptance", "recoveries", "queue"} <= findings.keys()
     assert "server" not in findings

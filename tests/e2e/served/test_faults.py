@@ -1,17 +1,17 @@
-"""Each process of the way is killed once under eight streams; tests/faults has more faults, which take longer."""
+"""Processes of the way are killed once under eight streams; tests/faults has more faults, which take longer."""
 
 import asyncio
 
 import pytest
 
 from tests.e2e.servers import Server
-from tests.faults.faults import FAULTS, Fault
+from tests.faults.faults import FAULTS
 from tests.faults.server import FaultServer
 from tests.faults.trial import Reference, run_reference, run_trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
-IN_EVERY_RUN = [f"{process} SIGKILL" for process in ("draft", "target", "Router", "Ingress", "HTTP proxy")]
+IN_EVERY_RUN = [f"{process} SIGKILL" for process in ("target", "Router", "Ingress")]
 
 
 class FaultyServer(FaultServer):
@@ -36,9 +36,7 @@ def reference(faulty: FaultyServer) -> Reference:
 
 
 @pytest.mark.parametrize("fault", [FAULTS[name] for name in IN_EVERY_RUN], ids=lambda fault: fault.name)
-def test_streams_have_their_text_although_a_process_is_killed(
-    fault: Fault, faulty: FaultyServer, reference: Reference
-) -> None:
+def test_streams_have_their_text_although_a_process_is_killed(fault, faulty, reference):
     """Where the connections end at the process, the clients come back with the id of the last event."""
     before = faulty.num_resubmissions
     trial = asyncio.run(run_trial(faulty, fault, reference, seed=len(fault.name)))

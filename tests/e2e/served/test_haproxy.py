@@ -26,24 +26,20 @@ TRIES = 3
 BODY = {"prompt": "This PEP", "max_tokens": 600, "ignore_eos": True, "temperature": 0.7, "seed": 3}
 
 
-def test_costly_bodies_hold_nobody_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costly_bodies_hold_nobody_up(server, monkeypatch):
     monkeypatch.setattr(abuse, "QUIET_S", QUIET_S)
     names, failures = [name for name in ABUSES if name not in HEAVY], [""]
     for _ in range(TRIES):
-        rows = [(row.name, row.failures(ABUSES[row.name].statuses)) for row in outcomes(server.url, names, EACH_S)]
-        names = [name for name, problems in rows if problems]
-        failures = [problem for _, problems in rows for problem in problems]
+        rows = list(outcomes(server.url, names, EACH_S))
+        names = [row.name for row in rows if row.failures]
+        failures = [problem for row in rows for problem in row.failures]
         if not names:
             break
     assert failures == []
 
 
 def connect(server: Server) -> socket.socket:
-    """Return a new connection.
-
-    Raises:
-        ConnectionResetError: it was closed at once.
-    """
+    """Return a new connection. Raises ConnectionResetError if it was closed at once."""
     host, port = server.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=30)
 
@@ -67,7 +63,7 @@ def trickle(connections: list[socket.socket], duration_s: float) -> list[bytes |
     return answers
 
 
-def test_connections_that_trickle_are_closed(server: Server) -> None:
+def test_connections_that_trickle_are_closed(server):
     connections = [connect(server) for _ in range(40)]
     for connection in connections:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
@@ -82,7 +78,7 @@ def running(server: Server) -> float:
     return metrics(server.url).total("vllm:num_requests_running")
 
 
-def test_an_answer_in_one_piece_ends_with_its_client_whose_body_came_late(server: Server) -> None:
+def test_an_answer_in_one_piece_ends_with_its_client_whose_body_came_late(server):
     """HAProxy that splices does not notice that such a client has left, and takes most of a core meanwhile."""
     body = json.dumps({**BODY, "max_tokens": 2000}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"

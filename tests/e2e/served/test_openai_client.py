@@ -2,13 +2,12 @@
 
 import pytest
 
-from tests.e2e.servers import Server
 from tests.examples.openai_client import main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 
-def test_a_predicted_answer_is_the_same_and_mostly_accepted(server: Server) -> None:
+def test_a_predicted_answer_is_the_same_and_mostly_accepted(server):
     answer, usage = main(f"{server.url}/v1")
     details = usage.completion_tokens_details
     assert answer

@@ -36,7 +36,7 @@ def open_to_others(server: Server) -> list[str]:
     return ports
 
 
-def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server: Server) -> None:
+def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server):
     """`timeout` signals make and the process group, make forwards both signals, and the streams finish nevertheless.
 
     Until then, every port of the server, of Ray and of Serve is bound to the loopback address.

@@ -4,10 +4,17 @@ import torch
 
 from engine.params import SamplingParams
 from engine.protocols import ProposeRow, Request, run_in_process
+from engine.sampling.logits import Run, noised, shape
+from engine.verification.decider import paths
 from tests.engine.conftest import VOCAB
-from tests.fakes import ContextModel
+from tests.fakes import ContextModel, run_ahead
 
 GREEDY = SamplingParams(temperature=0)
+PARAMS = {
+    "greedy": GREEDY,
+    "noise": SamplingParams(temperature=0.8, seed=3),
+    "penalties": SamplingParams(temperature=0.8, seed=3, presence_penalty=2.0, frequency_penalty=1.0, top_k=20),
+}
 
 
 def context_model(seed, sharpness=3):
@@ -26,25 +33,24 @@ def propose(drafter, *rows):
 
 def finish(drafter):
     """Let a drafter run ahead until it has nothing more to do."""
-    while drafter.advance():
+    while run_ahead(drafter):
         pass
 
 
-class Advanced:
-    """Lets a drafter run ahead for so many passes after each proposal."""
+def scores_after(model, text, drafted, params):
+    """What draft and target score the next token by, from the law itself."""
+    run = Run(Request("a", text, 3, params), [len(drafted)], [drafted], model.info.eos_token_ids)
+    return noised(shape(model.law([*text, *drafted]).log().unsqueeze(0), [run]), [run])[0]
 
-    def __init__(self, drafter, num_passes):
-        self.drafter, self.num_passes = drafter, num_passes
 
-    async def propose(self, rows):
-        drafts = await self.drafter.propose(rows)
-        for _ in range(self.num_passes):
-            if not self.drafter.advance():
-                break
-        return drafts
-
-    def release(self, request_id):
-        self.drafter.release(request_id)
+def check(draft, text, params, model):
+    """Assert that the children of every node are the tokens with the highest scores there, the best first."""
+    before = paths(draft)
+    for parent in range(-1, len(draft.token_ids)):
+        children = [t for t, p in zip(draft.token_ids, draft.parents, strict=True) if p == parent]
+        if children:
+            expected = scores_after(model, text, before[parent + 1], params).topk(3).indices.tolist()
+            assert children == expected[: len(children)]
 
 
 class Counting:

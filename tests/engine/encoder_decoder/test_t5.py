@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM, MT5Config, T5Config, UMT5Config
 
-from engine.encoder_decoder.t5 import bias_by_distance
 from engine.execution.batch import ForwardRow, build
 from tests.engine.tiny import T5_SIZES, backend_of, save
 
@@ -80,21 +79,3 @@ def test_an_input_alone_is_encoded_for_the_passes_after_it(pair):
     later = ForwardRow(text, 7, table(0), 3, input_length=7)
     actual = backend.run(build([later], kv)).logits
     torch.testing.assert_close(actual, expected(module, source_input, text), atol=2e-4, rtol=2e-4)
-
-
-def test_a_bias_depends_on_the_distance_alone_and_is_the_same_for_all_long_ones(pair):
-    attention = pair[1].decoder.block[0].layer[0].SelfAttention
-    by_distance = bias_by_distance(attention)
-    whole = attention.compute_bias(90, 90)[0]
-    for query, key in ((89, 0), (60, 39), (60, 40), (60, 41), (30, 30), (7, 3)):
-        distance = min(query - key, by_distance.shape[1] - 1)
-        assert torch.equal(by_distance[:, distance], whole[:, query, key])
-
-
-def test_a_layer_keeps_the_encoders_keys_and_values_in_the_slots_of_its_tokens_alone(pair):
-    backend, _ = pair
-    kv = backend.allocate_kv(21, BLOCK)
-    backend.run(build([row(0, tokens(6, 2), [], 0, 0)], kv))
-    written = [kv.keys[0][block].flatten(1).any(-1).tolist() for block in table(0)[:3]]
-    assert written == [[True] * 4, [True, True, False, False], [False] * 4]
-    assert len(kv.keys) == len(pair[1].decoder.block)

@@ -1,4 +1,4 @@
-"""Attention over whole texts, against a softmax that is written out; what heads compute with it, test_unroll says."""
+"""Attention over whole texts, against a softmax that is written out."""
 
 import pytest
 import torch

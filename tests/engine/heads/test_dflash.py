@@ -10,16 +10,20 @@ from transformers import MuseGlimmerAssistantConfig, Qwen3Config
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
-from engine.config import EngineConfig
-from engine.drafting.in_target.block_drafter import BlockDrafter
 from engine.execution.batch import ForwardRow, build
 from engine.heads.dflash import MarkovHead
 from engine.heads.head import NEVER, head_model
-from engine.params import SamplingParams
-from engine.protocols import Draft, Request, VerifyRow, run_in_process
-from engine.verification.verifier import ModelVerifier
+from engine.protocols import run_in_process
 from tests.engine.heads.test_eagle3 import rms, rotated
-from tests.engine.heads.tiny_heads import VOCAB, backend_with_head, head_config
+from tests.engine.heads.tiny_heads import (
+    VOCAB,
+    backend_with_head,
+    head_config,
+    make_verifier,
+    prefill,
+    tapped,
+    verify_row,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ANCHOR, NON_CAUSAL = {"sample_from_anchor": True}, {"sliding_window_non_causal": True}
@@ -72,16 +76,6 @@ def dense_block(head, taps, anchor, count):
     return rms(hidden, head.norm)
 
 
-def tapped(backend, text):
-    """The outputs of the target's layers that a head reads of a text."""
-    outputs, layers = [], backend.model.module.lm.model.layers
-    hooks = [layer.register_forward_hook(lambda *hooked: outputs.append(hooked[2][0])) for layer in layers]
-    backend.run(build([ForwardRow(text, 0, list(range(1, 20)), 1)], backend.allocate_kv(20, BLOCK)))
-    for hook in hooks:
-        hook.remove()
-    return [outputs[tap - 1].view(len(text), -1) for tap in backend.model.head.config.taps]
-
-
 def text_of(length, seed=0):
     return torch.randint(2, 60, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -121,25 +115,6 @@ def test_a_block_is_that_of_the_formulas(target_path, name):
         assert (row > NEVER).sum(-1).tolist() == [len(drafted)] * count
 
 
-@torch.inference_mode()
-def test_after_a_verdict_keys_values_and_features_are_those_of_a_context_computed_at_once(target_path):
-    """Some draft tokens are accepted, and the others leave no trace: not even in the blocks that follow."""
-    backend = backend_with_head(target_path, block_config([SLIDING, FULL]))
-    text, wrong = text_of(11), text_of(3, seed=9)
-    kv, (table,) = computed(backend, [text])
-    beside, seen_kv = backend.beside(head_model, kv)
-    for accepted in (2, 0):
-        committed = [*text, *text_of(accepted, seed=5)]
-        beside.run(build([ForwardRow([text[-1]] + [60] * 5, len(text) - 1, table, 5)], seen_kv))
-        backend.run(build([ForwardRow([*committed[len(text) - 1 :], *wrong], len(text) - 1, table, 1)], kv))
-        text = committed
-    fresh, _ = computed(backend, [[*text, 0]])
-    first, slots = backend.model.kv_shape.layers, slice(BLOCK, BLOCK + len(text))
-    caches = [[*one.keys[first:], *one.values[first:], one.states] for one in (kv, fresh)]
-    for cache, expected in zip(*caches, strict=True):
-        torch.testing.assert_close(cache.flatten(0, 1)[slots], expected.flatten(0, 1)[slots], atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("types", [[FULL, FULL], [SLIDING, FULL]], ids=["full", "sliding"])
 @torch.inference_mode()
 def test_transformers_generator_drafts_the_same_tokens(target_path, types):
@@ -162,27 +137,8 @@ def test_transformers_generator_drafts_the_same_tokens(target_path, types):
     inputs = {"position_ids": torch.arange(len(text))[None], "attention_mask": None}
     candidates, _ = generator.get_candidates(torch.tensor([text]), inputs, outputs, False, 0)
     verifier = make_verifier(backend)
-    prefill(verifier, text)
-    (verdict,) = run_in_process(verifier.verify([verify_row(text, 4)]))
+    (verdict,) = run_in_process(verifier.verify([prefill(verifier, verify_row(text, 4))]))
     assert verdict.draft.token_ids == candidates[0, len(text) :].tolist()
-
-
-def make_verifier(backend, **settings):
-    return ModelVerifier(
-        backend, EngineConfig(num_blocks=80, block_size=BLOCK, drafting="head", **settings), None, BlockDrafter
-    )
-
-
-def verify_row(text, num_deferred, *, first_block=1, params=None):
-    request = Request(f"{first_block}", list(text), len(text), params or SamplingParams(temperature=0.0, max_tokens=64))
-    return VerifyRow(
-        request, len(text) - 1, 1, list(range(first_block, first_block + 10)), Draft(num_deferred=num_deferred)
-    )
-
-
-def prefill(verifier, text, first_block=1):
-    row = verify_row(text, 0, first_block=first_block)
-    run_in_process(verifier.verify([replace(row, start=0, length=len(text) - 1)]))
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])

@@ -1,18 +1,14 @@
 """EAGLE-3 heads: their logits are those of the formulas, and their drafts leave no trace."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config
 
-from engine.config import EngineConfig
-from engine.drafting.registry import METHODS
-from engine.execution.batch import ForwardRow, build
-from engine.heads.head import NEVER
-from engine.params import SamplingParams
-from engine.protocols import Draft, Request, VerifyRow, run_in_process
-from engine.verification.verifier import ModelVerifier
-from tests.engine.heads.tiny_heads import backend_with_head, head_config
+from engine.protocols import Draft, run_in_process
+from tests.engine.heads.tiny_heads import backend_with_head, head_config, make_verifier, tapped, verify_row
 
 VARIANTS = {
     "plain": {},
@@ -21,6 +17,7 @@ VARIANTS = {
     "3.1": {"fc_norm": True, "norm_output": True},
     "two layers": {"layers": 2, "kv_heads": 2, "norm_before_residual": True},
     "qwen3": {"like": Qwen3Config},
+    "a window": {"layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "draft vocabulary": {"draft_vocab": 20},
 }
 TEXT = [5, 9, 2, 7, 30, 12, 44, 8, 3, 21, 17]
@@ -67,7 +64,10 @@ def dense_logits(head, taps, tokens, drafted):
                 query, key = rms(query, layer.self_attn.q_norm), rms(key, layer.self_attn.k_norm)
             query, key = (rotated(one, positions, layers.rope_parameters["rope_theta"]) for one in (query, key))
             key, value = (one.repeat_interleave(heads // kv_heads, 0) for one in (key, value))
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1).flatten(1)
+            distance, types = positions[:, None] - positions, getattr(layers, "layer_types", None) or [""] * (i + 1)
+            window = layers.sliding_window if types[i] == "sliding_attention" else len(positions)
+            visible = (distance >= 0) & (distance < window)
+            mixed = F.scaled_dot_product_attention(query, key, value, visible).transpose(0, 1).flatten(1)
             hidden = residual + F.linear(mixed, layer.self_attn.o_proj.weight)
             normed, mlp = rms(hidden, layer.post_attention_layernorm), layer.mlp
             gated = F.silu(F.linear(normed, mlp.gate_proj.weight)) * F.linear(normed, mlp.up_proj.weight)
@@ -78,32 +78,15 @@ def dense_logits(head, taps, tokens, drafted):
     return torch.stack(logits)
 
 
-def tapped(backend, tokens):
-    """The outputs of the tapped layers, [tokens, width] each."""
-    outputs, (lm, head) = [], (backend.model.module.lm, backend.model.head)
-    hooks = [layer.register_forward_hook(lambda *hooked: outputs.append(hooked[2][0])) for layer in lm.model.layers]
-    backend.run(build([ForwardRow(tokens, 0, list(range(1, 9)), 1)], backend.allocate_kv(9, 4)))
-    for hook in hooks:
-        hook.remove()
-    return [outputs[b - 1].view(len(tokens), -1) for b in head.config.taps]
-
-
-def verify_row(text, num_deferred, start, blocks=range(1, 9)):
-    request = Request("r", list(text), len(text), SamplingParams(temperature=0.0, max_tokens=64))
-    return VerifyRow(request, start, len(text) - start, list(blocks), Draft(num_deferred=num_deferred))
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.inference_mode()
 def test_the_drafts_are_those_of_the_formulas_whatever_the_chunks(target_path, name):
     backend = backend_with_head(target_path, head_config(**VARIANTS[name]))
     head = backend.model.head
-    verifier = ModelVerifier(
-        backend, EngineConfig(num_blocks=20, block_size=4, drafting="head"), None, METHODS["head"].make_in_target
-    )
-    for start, end in ((0, 4), (4, 6), (6, len(TEXT) - 1)):
-        run_in_process(verifier.verify([verify_row(TEXT[:end], 0, start)]))
-    (verdict,) = run_in_process(verifier.verify([verify_row(TEXT, 4, len(TEXT) - 1)]))
+    verifier, row = make_verifier(backend), verify_row(TEXT, 4)
+    for start, end in ((0, 4), (4, 6), (6, row.start)):
+        run_in_process(verifier.verify([replace(row, start=start, length=end - start, draft=Draft())]))
+    (verdict,) = run_in_process(verifier.verify([row]))
     drafted = verdict.draft.token_ids
     assert len(drafted) == 4
     expected = dense_logits(head, tapped(backend, TEXT[:-1]), TEXT, drafted[:-1])
@@ -116,9 +99,3 @@ def test_a_targets_logit_scale_and_cap_are_the_heads(target_path):
     hidden = torch.randn(3, 32)
     expected = 2.0 * torch.tanh(0.25 * head.lm_head(hidden) / 2.0)
     torch.testing.assert_close(head.vocab_logits(hidden), expected)
-
-
-def test_a_token_outside_the_draft_vocabulary_is_never_drafted(target_path):
-    backend = backend_with_head(target_path, head_config(draft_vocab=20))
-    logits = backend.model.head.vocab_logits(torch.randn(3, 32))
-    assert (logits > NEVER).sum(-1).tolist() == [20, 20, 20]

@@ -1,6 +1,5 @@
 """Loading heads in both forms, their vocabularies, what they share with the target, and what is refused."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -55,20 +54,6 @@ def test_both_forms_of_a_head_load_to_equal_tensors(load):
         assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
 
 
-def test_more_layers_have_the_names_of_plain_layers(load):
-    tensors = head_tensors()
-    more = {name.replace("layers.0.", "additional_layers.0."): tensor for name, tensor in tensors.items()}
-    more |= {f"additional_layers.0.self_attn.{name}_proj.weight": torch.randn(size, 32) for name, size in SIZES.items()}
-    settings = head_settings(transformer_layer_config=LAYERS | {"num_hidden_layers": 2})
-    del more["additional_layers.0.input_layernorm.weight"]
-    loaded = load(settings, more | tensors).head.state_dict()
-    assert torch.equal(loaded["layers.1.input_layernorm.weight"], more["additional_layers.0.hidden_norm.weight"])
-    assert torch.equal(loaded["layers.1.mlp.up_proj.weight"], more["additional_layers.0.mlp.up_proj.weight"])
-
-
-SIZES = {"q": 32, "k": 16, "v": 16}
-
-
 def test_a_head_shares_what_its_files_lack(load):
     tensors = head_tensors()
     del tensors["lm_head.weight"]
@@ -95,13 +80,7 @@ def test_a_head_has_its_own_embedding_and_width(load):
 
 @pytest.mark.parametrize(
     "maps",
-    [
-        {"d2t": OFFSETS, "t2d": MARKED},
-        {"d2t": IDS, "t2d": MARKED},
-        {"d2t": OFFSETS},
-        {"d2t": IDS.int()},
-        {"draft_id_to_target_id": OFFSETS, "model.t2d": MARKED},
-    ],
+    [{"d2t": OFFSETS}, {"d2t": IDS.int()}, {"draft_id_to_target_id": OFFSETS, "model.t2d": MARKED}],
 )
 def test_draft_tokens_are_mapped_by_offsets_or_by_ids(load, maps):
     head = load(head_settings(draft_vocab_size=len(IDS)), cut(**maps)).head
@@ -110,19 +89,12 @@ def test_draft_tokens_are_mapped_by_offsets_or_by_ids(load, maps):
     assert ((logits > -1e29).nonzero()[:, 1]).tolist() == IDS.tolist()
 
 
-def test_a_whole_vocabulary_needs_no_map(load):
-    maps = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.ones(64, dtype=torch.bool)}
-    assert load(head_settings(), head_tensors()).head.target_ids is None
-    assert load(head_settings(), head_tensors() | maps).head.target_ids is None
-
-
 @pytest.mark.parametrize(
     ("maps", "problem"),
     [
         ({}, "lacks a d2t of 7 increasing tokens below 64"),
         ({"d2t": OFFSETS + 1}, "lacks a d2t of 7"),
         ({"d2t": OFFSETS[:6]}, "lacks a d2t of 7"),
-        ({"d2t": OFFSETS - 1}, "lacks a d2t of 7"),
         ({"d2t": OFFSETS.flip(0)}, "lacks a d2t of 7"),
         ({"d2t": OFFSETS, "t2d": MARKED.roll(1)}, "a d2t and a t2d of different tokens"),
     ],
@@ -144,17 +116,6 @@ def test_missing_unknown_and_misshapen_weights_are_refused_by_name(load):
         load(head_settings(), tensors | {"lm_head.weight": torch.ones(60, 32)})
     trained = {"verifier_lm_head.weight": torch.ones(2), "confidence_head.proj.bias": torch.ones(1)}
     load(head_settings(), tensors | trained)
-
-
-def test_no_token_beyond_the_tokenizer_is_drafted(tmp_path):
-    target = save_llama(tmp_path / "target", seed=0)
-    tokenizer = json.loads((target / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"] = {f"t{i}": i for i in range(60)}
-    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
-    head = save_head(tmp_path / "head", head_settings(), head_tensors())
-    model = load_target(open_model(ModelConfig(str(target), head=head, device="cpu", dtype="float32")))
-    logits = model.head.vocab_logits(torch.ones(1, 32))
-    assert (logits[0] > -1e29).tolist() == [True] * 60 + [False] * 4
 
 
 @pytest.mark.parametrize("count", [20, 60])
@@ -194,33 +155,3 @@ def test_each_kind_loads_what_it_saves(target, tmp_path, kind):
     assert type(loaded) is HEADS[kind]
     assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in loaded.state_dict().items())
     assert loaded.state_dict().keys() == made.state_dict().keys()
-
-
-class Recorder:
-    """A context that attends to nothing."""
-
-    def __init__(self):
-        self.windows = {}
-
-    def attend(self, layer, query, key, value, params):
-        self.windows[layer] = params.window
-        return query.transpose(0, 1)
-
-    def read_states(self, *, of_parents):
-        return torch.ones(1, 32)
-
-    def write_states(self, states, tokens=None):
-        pass
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_layers_with_a_window_have_it_and_others_have_none(target, tmp_path, model_type):
-    changes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-    settings = head_settings(transformer_layer_config=LAYERS | changes | {"model_type": model_type})
-    save_head(tmp_path / "head", settings, {"fc.weight": torch.zeros(32, 64)})
-    source = open_model(ModelConfig(target, head=str(tmp_path / "head")))
-    config, recorder = read_head_config(source.head, source), Recorder()
-    head = HEADS["eagle3"](config, torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64), 2)
-    ids = torch.tensor([[3]])
-    head(input_ids=ids, position_ids=ids, logits_to_keep=torch.tensor([0]), paged=recorder)
-    assert recorder.windows == {2: 5, 3: None}

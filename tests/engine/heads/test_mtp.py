@@ -1,7 +1,6 @@
 """MTP layers: transformers' own drafts, from files in the published layouts, and keys and values of true states."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -18,11 +17,7 @@ from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.heads.head import head_model
 from engine.heads.registry import load_head, load_target
-from engine.llm import LLM
-from engine.models.layers.experts import EXPERTS_NAME, experts_of, group_experts
-from engine.params import SamplingParams
 from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, model_of, save, source_of
-from tests.engine.tokenizers import letter_tokenizer
 
 LAYERS, SIZE = SIZES["num_hidden_layers"], SIZES["hidden_size"]
 SLIDING = "sliding_attention"
@@ -169,22 +164,3 @@ def test_what_cannot_be_read_is_refused_by_name_and_further_layers_are_logged(pa
     source.weight_shapes = dict.fromkeys(lm.state_dict(), ())
     with pytest.raises(ModelError, match="has no MTP layers in its checkpoint"):
         load()
-
-
-def test_the_experts_of_a_target_and_its_head_are_chosen_together(path):
-    model = load_target(source_of(path, head=str(path)))
-    group_experts(model.module)
-    assert {one.config._experts_implementation for one in experts_of(model.module)} == {EXPERTS_NAME}
-
-
-@pytest.mark.parametrize("path", ["DeepseekV3"], indirect=True)
-def test_the_target_writes_its_own_text_with_drafts_of_its_mtp_layer(path, tmp_path):
-    path = shutil.copytree(path, tmp_path / "model")  # a tokenizer limits drafts
-    letter_tokenizer().save_pretrained(path)
-    settings = {"dtype": "float32", "device": "cpu", "compile": "off", "speculation": "fixed", "num_blocks": 64}
-    plain, drafting = (LLM(path, drafting=name, **settings) for name in ("none", "mtp"))
-    params = [SamplingParams(temperature=t, seed=4, max_tokens=12) for t in (0.0, 0.7, 0.0)]
-    prompts = [TEXT[:9], TEXT[4:6], TEXT[:1]]
-    texts, expected = ([one.outputs[0].token_ids for one in llm.generate(prompts, params)] for llm in (drafting, plain))
-    assert texts == expected
-    assert drafting.stats.num_draft_tokens > 30

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafting.in_target.block_drafter import BlockDrafter
+from engine.drafting.registry import METHODS
 from engine.execution.batch import ForwardRow, build
 from engine.heads.head import head_model
-from tests.engine.heads.test_dflash import computed, tapped, text_of, verify_row
+from tests.engine.heads.test_dflash import computed, text_of
 from tests.engine.heads.test_eagle3 import dense_logits
-from tests.engine.heads.tiny_heads import VOCAB, backend_with_head, head_config
+from tests.engine.heads.tiny_heads import VOCAB, backend_with_head, head_config, tapped, verify_row
 
 MASK = 60
 VARIANTS = {
@@ -30,7 +30,7 @@ def test_blocks_and_drafts_are_those_of_the_formulas(target_path, name):
     kv, tables = computed(backend, texts)
     beside, seen_kv = backend.beside(head_model, kv)
     ids = torch.arange(VOCAB) if head.target_ids is None else head.target_ids
-    drafter = BlockDrafter(EngineConfig(), backend, kv)
+    drafter = METHODS["head"].make_in_target(EngineConfig(), backend, kv, None)
     for _ in range(2):
         blocks = [[text[-1]] + [MASK] * (count - 1) for text, count in zip(texts, counts, strict=True)]
         rows = zip(blocks, texts, tables, counts, strict=True)

@@ -4,16 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
-from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.heads.tapped import with_head
 from engine.models.layers.layer_attention import KVShape
-from tests.engine.test_zoo import ENCODER_DECODERS
-from tests.engine.tiny import T5_SIZES, model_of, save
+from tests.engine.tiny import model_of, save
 from tests.families import tiny_config
 
 TOKENS = torch.randint(2, 64, (19,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -74,11 +71,3 @@ def test_keys_and_values_are_kept_unless_a_drafter_elsewhere_keeps_them(keeps_kv
     head.keeps_kv = keeps_kv
     EagerBackend(with_head(model, head))
     assert bool(head.absorbed) == keeps_kv
-
-
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_a_target_without_one_list_of_layers_is_refused(name, tmp_path):
-    save(getattr(transformers, f"{name}Config")(**T5_SIZES), tmp_path)
-    model = model_of(tmp_path)
-    with pytest.raises(ModelError, match="lists of decoder layers; drafting needs one"):
-        with_head(model, NotingHead((1,), model.kv_shape.layers))

@@ -1,15 +1,24 @@
-"""Tiny random heads over loaded tiny targets, and dense references of their formulas."""
+"""Tiny random heads over loaded tiny targets, and rows of targets that draft for themselves."""
+
+from dataclasses import replace
 
 import torch
 from transformers import LlamaConfig
 
+from engine.config import EngineConfig
+from engine.drafting.registry import METHODS
+from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu.cpu_backend import CpuBackend
 from engine.heads.config import HeadConfig
 from engine.heads.registry import HEADS
 from engine.heads.tapped import with_head
+from engine.params import SamplingParams
+from engine.protocols import Draft, Request, VerifyRow, run_in_process
+from engine.verification.verifier import ModelVerifier
 from tests.engine.tiny import backend_of
 
 VOCAB = 64
+GREEDY = SamplingParams(temperature=0)
 
 
 def head_config(
@@ -22,6 +31,7 @@ def head_config(
     draft_vocab=VOCAB,
     kv_heads=1,
     like=LlamaConfig,
+    layer_types=None,
     **fields,
 ):
     config = like(
@@ -35,6 +45,8 @@ def head_config(
         max_position_embeddings=512,
         rope_theta=500.0,
     )
+    if layer_types is not None:
+        config.layer_types, config.sliding_window = layer_types, 5
     return HeadConfig(
         kind=kind,
         layers=config,
@@ -75,3 +87,31 @@ def backend_with_head(path, config, *, seed=7, **settings):
     plain = backend_of(path, **settings)
     model = with_head(plain.model, random_head(plain.model, config, seed=seed))
     return CpuBackend(model, plain._source)
+
+
+def make_verifier(backend, drafting="head", **settings):
+    config = EngineConfig(num_blocks=80, block_size=4, drafting=drafting, **settings)
+    return ModelVerifier(backend, config, None, METHODS[drafting].make_in_target)
+
+
+def verify_row(text, num_deferred, *, first_block=1, num_blocks=10, params=GREEDY):
+    """A row of a text whose last token is to be computed, and after which so many tokens are to be drafted."""
+    request = Request(f"{first_block}", list(text), len(text), params)
+    blocks = list(range(first_block, first_block + num_blocks))
+    return VerifyRow(request, len(text) - 1, 1, blocks, Draft(num_deferred=num_deferred))
+
+
+def prefill(verifier, row):
+    """Compute what comes before a row; return the row."""
+    run_in_process(verifier.verify([replace(row, start=0, length=row.start, draft=Draft())]))
+    return row
+
+
+def tapped(backend, text):
+    """The outputs of the target's layers that a head reads of a text, [tokens, width] each."""
+    outputs, layers = [], backend.model.module.lm.model.layers
+    hooks = [layer.register_forward_hook(lambda *hooked: outputs.append(hooked[2][0])) for layer in layers]
+    backend.run(build([ForwardRow(text, 0, list(range(1, 20)), 1)], backend.allocate_kv(20, 4)))
+    for hook in hooks:
+        hook.remove()
+    return [outputs[tap - 1].view(len(text), -1) for tap in backend.model.head.config.taps]

@@ -65,8 +65,3 @@ def test_a_resumed_request_keeps_its_fixed_length_as_far_as_possible_and_gets_no
     fitted = limits(num_speculative_tokens=3).fit([2], params, is_new=False)
     assert (fitted.num_speculative_tokens, fitted.prompt_logprobs) == (3, None)
     assert limits().fit([2], SamplingParams(prompt_logprobs=1), is_new=True).prompt_logprobs == 1
-
-
-def test_with_speculation_off_drafts_have_no_tokens():
-    fitted = limits(speculation="off").fit([2], SamplingParams(num_speculative_tokens=2), is_new=True)
-    assert fitted.num_speculative_tokens == 0

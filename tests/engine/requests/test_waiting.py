@@ -52,10 +52,6 @@ def order(queue):
 # Which request starts next.
 
 
-def test_an_owners_requests_start_in_their_order():
-    assert order(queue_of(*(make_sequence(str(i)) for i in range(20)))) == [str(i) for i in range(20)]
-
-
 def test_of_one_owner_a_lower_priority_starts_earlier_and_equal_ones_in_their_order():
     levels = {"a": 0, "b": 1, "c": -1, "d": 0, "e": -1, "f": 1}
     queue = queue_of(*(make_sequence(name, priority=level) for name, level in levels.items()))
@@ -70,13 +66,6 @@ def test_begun_requests_keep_their_place_before_any_priority_and_share():
         queue.put_back(make_sequence(name, owner="heavy"))
     queue.charge(make_sequence("", owner="heavy"), 10**6)
     assert order(queue) == ["older", "younger", "other engine's 1", "other engine's 2", "new"]
-
-
-def test_one_owners_request_does_not_wait_for_the_500_of_another():
-    queue = queue_of(*(make_sequence(f"many {i}", "many") for i in range(500)))
-    assert [start(queue) for _ in range(8)] == [f"many {i}" for i in range(8)]
-    queue.add(make_sequence("one", "one"))
-    assert "one" in [start(queue), start(queue)]
 
 
 def test_a_positive_priority_lets_other_owners_pass():
@@ -96,45 +85,11 @@ def test_the_owner_with_fewer_tokens_is_next():
     assert [start(queue) for _ in range(5)] == ["b0", "b1", "b2", "a1", "a2"]
 
 
-def test_an_owner_that_comes_back_has_saved_nothing_up():
-    queue = queue_of(*(make_sequence(f"a{i}", "a") for i in range(20)))
-    for _ in range(10):
-        start(queue)
-    for i in range(10):
-        queue.add(make_sequence(f"b{i}", "b"))
-    assert Counter(start(queue)[0] for _ in range(10)) == {"a": 5, "b": 5}
-
-
 def test_an_owner_that_comes_back_starts_beside_the_one_with_the_fewest_tokens():
     queue = queue_of(*(make_sequence(f"{owner}{i}", owner) for owner in "ab" for i in range(3)))
     queue.charge(make_sequence("", "a"), 100)
     queue.add(make_sequence("c", "c"))
     assert [start(queue) for _ in range(2)] == ["b0", "c"]
-
-
-def test_an_owner_that_finds_the_queue_empty_has_saved_nothing_up_either():
-    queue = queue_of(make_sequence("a", "a"))
-    assert start(queue, 1000) == "a"
-    for i in range(10):
-        queue.add(make_sequence(f"b{i}", "b"))
-    for i in range(10):
-        queue.add(make_sequence(f"a{i}", "a"))
-    assert Counter(start(queue)[0] for _ in range(10)) == {"a": 5, "b": 5}
-
-
-def test_an_owner_with_more_tokens_than_the_others_keeps_its_counter_when_it_comes_back():
-    queue = queue_of(make_sequence("a", "a"), *(make_sequence(f"b{i}", "b") for i in range(10)))
-    assert start(queue, 55) == "a"
-    queue.add(make_sequence("a again", "a"))
-    assert [start(queue) for _ in range(7)] == [*(f"b{i}" for i in range(6)), "a again"]
-
-
-def test_an_aborted_request_leaves_the_queue():
-    sequences = [make_sequence("a"), make_sequence("b"), begun("c")]
-    queue = queue_of(*sequences)
-    for sequence in sequences[::2]:
-        queue.remove(sequence)
-    assert (len(queue), order(queue), bool(queue)) == (1, ["b"], False)
 
 
 # Who may join a full queue.
@@ -150,41 +105,18 @@ def fill(queue, owner, count=10**6):
     return count
 
 
-def test_an_owner_alone_fills_the_queue_to_its_limit():
-    queue = queue_of(limit=12)
-    assert fill(queue, "a") == 12
-    with pytest.raises(QueueFullError, match="12 requests are waiting, the limit is 12"):
-        queue.add(make_sequence("a", "a"))
-
-
 def test_an_owner_finds_its_share_of_a_full_queue_and_no_more():
     queue = queue_of(limit=12)
-    assert [fill(queue, owner) for owner in "abc"] == [12, 6, 4]
-    assert fill(queue, "a") == 0
-
-
-def test_twice_the_limit_is_never_exceeded():
-    queue = queue_of(limit=12)
-    assert sum(fill(queue, str(owner)) for owner in range(100)) == 24
-
-
-def test_an_owner_below_its_share_gets_the_first_place_that_comes_free():
-    queue = queue_of(limit=12)
-    for owner in range(100):
-        fill(queue, str(owner))
-    queue.remove(queue.first)
-    assert [fill(queue, "0"), fill(queue, "late")] == [0, 1]
+    assert [fill(queue, owner) for owner in "abca"] == [12, 6, 4, 0]
+    assert sum(fill(queue, str(owner)) for owner in range(100)) == 24 - 22, "twice the limit is never exceeded"
+    with pytest.raises(QueueFullError, match="requests are waiting, the limit is 12"):
+        queue.add(make_sequence("a", "a"))
 
 
 def test_begun_requests_take_places_but_are_never_refused():
     queue = queue_of(*(begun(str(i), owner="a") for i in range(30)), limit=12)
     assert len(queue) == 30
     assert [fill(queue, "a"), fill(queue, "b")] == [0, 0]
-
-
-def test_share_of_a_limit_of_one_is_one():
-    queue = queue_of(limit=1)
-    assert [fill(queue, owner) for owner in "abc"] == [1, 1, 0]
 
 
 # With the scheduler.
@@ -204,10 +136,9 @@ def run_round(scheduler):
     return owners
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_owners_of_unequal_demand_get_equal_shares_of_tokens(seed):
+def test_owners_of_unequal_demand_get_equal_shares_of_tokens():
     """One sends 10 times as many requests as the others, another has long prompts, the third long outputs."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     config = EngineConfig(max_num_seqs=8, block_size=4, max_queued_requests=1000, enable_prefix_caching=False)
     scheduler = Scheduler(config, 2000, 1000)
     demands = {"many": (400, 8, 12), "prompts": (60, 60, 12), "outputs": (60, 8, 90)}
@@ -223,35 +154,16 @@ def test_owners_of_unequal_demand_get_equal_shares_of_tokens(seed):
     assert all(abs(tokens - mean) <= 0.1 * mean for tokens in served.values()), served
 
 
-def test_an_owners_first_request_starts_within_a_round_of_a_free_place():
-    scheduler = Scheduler(EngineConfig(max_num_seqs=4, block_size=4, max_queued_requests=1000), 2000, 1000)
-    for number in range(500):
-        scheduler.add(make_sequence(f"many {number}", "many", max_tokens=30))
-    for _ in range(25):
-        run_round(scheduler)
-    one = make_sequence("one", "one")
-    scheduler.add(one)
-    while len(scheduler.running) == 4 and not one.was_admitted:
-        run_round(scheduler)
-    run_round(scheduler)
-    assert one.was_admitted
-
-
-def test_recomputed_tokens_are_not_charged():
+def test_recomputed_and_cached_tokens_are_not_charged():
     scheduler = Scheduler(EngineConfig(max_num_seqs=1, block_size=4), 100, 1000)
     scheduler.add(make_sequence("1", "a", length=41, max_tokens=6))
     run_round(scheduler)
     scheduler.reset()
     run_round(scheduler)
     assert scheduler.waiting._served == {"a": 41 + 6}
-
-
-def test_cached_tokens_are_not_charged():
-    scheduler = Scheduler(EngineConfig(max_num_seqs=1, block_size=4), 100, 1000)
-    for name in "ab":
-        scheduler.add(make_sequence(name, "a", length=41, max_tokens=3))
-        run_round(scheduler)
-    assert scheduler.waiting._served == {"a": 41 + 3 + 1 + 3}
+    scheduler.add(make_sequence("2", "a", length=41, max_tokens=3))
+    run_round(scheduler)
+    assert scheduler.waiting._served == {"a": 41 + 6 + 1 + 3}
 
 
 def test_the_youngest_with_the_highest_priority_is_preempted():
@@ -262,19 +174,6 @@ def test_the_youngest_with_the_highest_priority_is_preempted():
     run_round(scheduler)
     assert [sequence.request.request_id for sequence in scheduler.running] == ["oldest", "youngest"]
     assert [sequence.request.request_id for sequence in scheduler.waiting] == ["low 1", "low 2"]
-
-
-@settings(max_examples=20)
-@given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc")), min_size=6, max_size=6))
-def test_a_text_depends_on_neither_priority_nor_owner(ranks):
-    def texts(ranks):
-        engine = make_engine(MODEL, max_num_seqs=3, block_size=4, num_blocks=16)
-        for number, (priority, owner) in enumerate(ranks):
-            params = SamplingParams(seed=number, max_tokens=12)
-            engine.add(str(number), [1, 2, number % VOCAB], params, priority=priority, owner=owner)
-        return run(engine, [])
-
-    assert texts(ranks) == texts([(0, "")] * len(ranks))
 
 
 # Who runs.
@@ -293,13 +192,8 @@ def computed(scheduler, token=7):
 
 
 def scheduler_of(*sequences, num_blocks=10_000, **settings):
-    settings = {
-        "max_num_seqs": 8,
-        "block_size": 4,
-        "max_num_batched_tokens": 64,
-        "enable_prefix_caching": False,
-    } | settings
-    scheduler = Scheduler(EngineConfig(**settings), num_blocks, 1000)
+    defaults = {"max_num_seqs": 8, "block_size": 4, "max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    scheduler = Scheduler(EngineConfig(**defaults | settings), num_blocks, 1000)
     for sequence in sequences:
         scheduler.add(sequence)
     return scheduler
@@ -314,33 +208,6 @@ def test_the_first_prompt_of_an_owner_does_not_wait_for_a_second_one_of_another(
     assert not scheduler.running[-1].is_decoding
     scheduler.add(make_sequence("one", "one", length=60))
     assert "one" in computed(scheduler)
-
-
-def test_an_owner_without_a_running_request_gets_the_place_of_the_youngest_of_the_largest():
-    many = [make_sequence(f"many {i}", "many") for i in range(20)]
-    scheduler = scheduler_of(*many, make_sequence("few 0", "few"), make_sequence("few 1", "few"))
-    for _ in range(9):
-        computed(scheduler)
-    youngest = [s for s in scheduler.running if s.owner == "many"][-1]
-    scheduler.add(make_sequence("one", "one"))
-    assert scheduler.has_prompts
-    assert "one" in computed(scheduler)
-    assert youngest not in scheduler.running
-    assert seats(scheduler)["one"] == 1
-    assert scheduler.stats.num_preemptions > 0
-
-
-def test_a_lack_of_blocks_is_no_reason_to_wait_either():
-    scheduler = scheduler_of(
-        *(make_sequence(f"many {i}", "many", length=15) for i in range(9)),
-        num_blocks=1 + 16,
-        max_num_batched_tokens=400,
-    )
-    computed(scheduler)
-    assert scheduler.pool.num_free == 0
-    scheduler.add(make_sequence("one", "one", length=30))
-    computed(scheduler)
-    assert seats(scheduler) == {"many": 2, "one": 1}
 
 
 @pytest.mark.parametrize("priority", [-5, 0, 1])
@@ -410,7 +277,7 @@ def test_every_owner_runs_soon_and_every_request_ends(seed):
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
-def test_texts_do_not_change_when_places_are_taken_for_other_owners():
+def test_texts_depend_on_neither_priority_nor_owner():
     requests = [
         ([i % VOCAB, (i + 1) % VOCAB] * (2 + i % 6), SamplingParams(temperature=0.7, seed=i, max_tokens=12))
         for i in range(14)
@@ -418,7 +285,7 @@ def test_texts_do_not_change_when_places_are_taken_for_other_owners():
     plain = run(make_engine(MODEL), requests)
     engine = make_engine(MODEL, max_num_seqs=3, num_blocks=30, block_size=4)
     for i, (prompt, params) in enumerate(requests[:8]):
-        engine.add(str(i), prompt, params, owner="many")
+        engine.add(str(i), prompt, params, owner="many", priority=i % 3 - 1)
     arriving = list(enumerate(requests))[8:]
 
     def arrive(engine, rounds):

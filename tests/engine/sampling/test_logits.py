@@ -74,19 +74,6 @@ def one(params, *, committed=(1, 2), prompt_length=2, depth=0, path=(), end_ids=
     return Run(Request("", list(committed), prompt_length, params), [depth], [list(path)], end_ids)
 
 
-def test_a_row_is_shaped_and_drawn_alike_in_every_batch():
-    chance = random.Random(1)
-    runs = [random_run(chance)[0] for _ in range(12)]
-    logits = torch.randn(sum(len(run.depths) for run in runs), VOCAB, generator=torch.Generator().manual_seed(1))
-    together = draw(shape(logits.clone(), runs), runs).tolist()
-    alone, start = [], 0
-    for run in runs:
-        rows = logits[start : start + len(run.depths)].clone()
-        alone += draw(shape(rows, [run]), [run]).tolist()
-        start += len(run.depths)
-    assert together == alone
-
-
 def test_the_noise_of_a_row_is_that_of_the_position_it_draws_for():
     """A row two tokens below the tip draws what the tip draws two tokens later."""
     params, logits = SamplingParams(seed=9), torch.zeros(1, 50)
@@ -115,22 +102,3 @@ def test_whatever_changes_a_logit_needs_shaping(settings):
     assert needs_shaping(SamplingParams(temperature=0.7, **settings))
     cuts = {"top_p", "top_k", "min_p"}
     assert needs_shaping(SamplingParams(temperature=0, **settings)) == (not cuts & set(settings))
-
-
-def test_a_row_that_needs_no_shaping_is_its_logits_over_its_temperature():
-    chance = random.Random(11)
-    generator = torch.Generator().manual_seed(11)
-    num_plain = 0
-    for _ in range(2000):
-        run, _ = random_run(chance)
-        if needs_shaping(run.params):
-            continue
-        num_plain += run.params.temperature > 0
-        logits = torch.randn(len(run.depths), VOCAB, generator=generator)
-        expected = logits / (run.params.temperature or 1.0)
-        shaped = shape(logits.clone(), [run])
-        if run.params.temperature > 0:
-            assert torch.equal(shaped, expected)
-        else:
-            assert torch.equal(shaped.argmax(-1), expected.argmax(-1))
-    assert num_plain > 20

@@ -90,13 +90,6 @@ def preimage(x):
     return x - 2**32 if x >= 2**31 else x
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 3), (0, 2), (7, 8), (0, 256), (0, 65536), (1000, 1001)])
-def test_two_tokens_numbers_are_independent(first, second):
-    bins = 24
-    cells = (noise.uniform(random_keys(200_000), ids(first, second)) * bins).long()
-    assert p_of_equal(torch.bincount(cells[:, 0] * bins + cells[:, 1], minlength=bins**2).double()) > LEVEL
-
-
 @pytest.mark.parametrize("stream", [noise.TARGET_STREAM, noise.ACCEPT_STREAM])
 def test_neighbouring_positions_and_streams_are_independent(stream):
     """The keys come from counters here, as in a round."""

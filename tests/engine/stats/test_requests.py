@@ -6,14 +6,12 @@ from engine.params import SamplingParams
 from engine.stats.requests import Distribution, token_bounds
 from tests.engine.running import make_engine, step
 from tests.engine.test_engine import MODEL
+from tests.fakes import Clock
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
+@pytest.fixture
+def clock():
+    return Clock()
 
 
 class TakingTime:
@@ -29,11 +27,6 @@ class TakingTime:
 
     def release(self, request_id):
         self.verifier.release(request_id)
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 def timed_engine(clock, **settings):
@@ -85,18 +78,6 @@ def test_a_request_waits_computes_its_prompt_and_decodes(clock):
     assert only(stats.num_round_tokens) == (2 + 2 + 1 + 1 + 1 + 2 + 2 + 1, 8)
 
 
-def test_a_preempted_request_has_waited_once(clock):
-    engine = timed_engine(clock, num_blocks=5, max_num_seqs=2)
-    for name in "ab":
-        engine.add(name, [1, 2, 3, 4, 5], params(9))
-    while engine.has_work:
-        step(engine)
-    assert engine.stats.num_preemptions > 0
-    assert only(engine.request_stats.queue_s)[1] == 2
-    assert only(engine.request_stats.prefill_s)[1] == 2
-    assert only(engine.request_stats.inter_token_s)[1] == 16
-
-
 def test_cached_tokens_are_looked_up_and_not_computed(clock):
     engine = timed_engine(clock)
     prompt = [1, 2, 3, 4, 5, 0, 1, 2, 2, 4]
@@ -106,33 +87,3 @@ def test_cached_tokens_are_looked_up_and_not_computed(clock):
     stats = engine.stats
     assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_cached_prompt_tokens) == (30, 8, 8)
     assert only(engine.request_stats.num_computed_tokens) == (10 + 2 + 10, 3)
-
-
-def test_what_is_not_looked_up_is_no_query(clock):
-    engine = timed_engine(clock)
-    engine.add("scored", [1, 2, 3, 4, 5], SamplingParams(max_tokens=1, prompt_logprobs=0))
-    step(engine)
-    without = timed_engine(clock, enable_prefix_caching=False)
-    without.add("a", [1, 2, 3, 4, 5], params(1))
-    step(without)
-    assert engine.stats.num_prefix_queries == without.stats.num_prefix_queries == 0
-
-
-def test_a_request_that_was_aborted_has_no_length(clock):
-    engine = timed_engine(clock)
-    engine.add("a", [1, 2, 3], params(9))
-    step(engine)
-    engine.abort("a")
-    assert only(engine.request_stats.prefill_s) == (1, 1)
-    assert only(engine.request_stats.num_output_tokens) == (0, 0)
-
-
-def test_a_request_that_comes_in_the_middle_of_a_round_waits_for_its_end(clock):
-    engine = timed_engine(clock)
-    engine.add("a", [1, 2, 3], params(3))
-    step(engine)
-    clock.now += 0.5
-    engine.add("b", [1, 2, 3], params(1))
-    step(engine)
-    assert only(engine.request_stats.queue_s) == (0, 2)
-    assert engine.request_stats.prefill_s.total == 2

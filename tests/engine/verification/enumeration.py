@@ -1,8 +1,4 @@
-"""The joint law of a round under a rule that tosses coins: every draft, every way the coins can fall, in float64.
-
-The coin of a token is cut where the rule's decision may change and at a few more places; the rule's own `accept` says
-what each piece leads to, its length says how likely it is.
-"""
+"""The joint law of a round under a rule that tosses coins: every draft, every way the coins can fall, in float64."""
 
 import itertools
 import math

@@ -10,8 +10,6 @@ from engine.verification.coupled import walk
 from tests.engine.laws import VOCAB, K, completed, joint, random_tables, total_variation
 from tests.engine.verification.enumeration import context_of
 
-CONTEXTS = [c for length in range(K + 1) for c in itertools.product(range(VOCAB), repeat=length)]
-
 
 def emitted_law(target, draft):
     """The joint law of K + 1 tokens: a round whose draws are enumerated, then the target alone.
@@ -50,25 +48,3 @@ def test_the_joint_law_is_the_targets_for_every_chain(zeros):
 def test_the_joint_law_is_the_targets_for_trees(name):
     target = random_tables(2)
     assert total_variation(emitted_law(target, TREES[name]), joint(target)) < 1e-12
-
-
-@pytest.mark.parametrize("draft", [*TREES.values(), chain([0, 0, 0]), chain([2, 1, 0])])
-def test_a_draft_decides_how_far_a_round_gets_and_never_what_it_says(draft):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        draws = dict(zip(CONTEXTS, torch.randint(VOCAB, (len(CONTEXTS),), generator=generator).tolist(), strict=True))
-        alone = []
-        for _ in range(K + 1):
-            alone.append(draws[tuple(alone)])
-        contexts = [context_of(draft, node) for node in range(-1, len(draft.token_ids))]
-        tokens, path = walk(draft, [draws[context] for context in contexts])
-        assert tokens == alone[: len(tokens)]
-        assert [draft.token_ids[node] for node in path] == tokens[:-1]
-        # It stopped because no child holds the token drawn, not earlier.
-        last = path[-1] if path else -1
-        children = [t for t, parent in zip(draft.token_ids, draft.parents, strict=True) if parent == last]
-        assert tokens[-1] not in children
-
-
-def test_of_two_equal_siblings_the_first_is_taken():
-    assert walk(Draft([4, 4], [-1, -1]), [4, 7, 8]) == ([4, 7], [0])

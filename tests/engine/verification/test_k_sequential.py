@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from engine.protocols import Draft
-from engine.verification import rejection
 from engine.verification.k_sequential import accept, division
 from tests.engine.laws import VOCAB, joint, random_tables, total_variation
 from tests.engine.verification import enumeration
-from tests.engine.verification.enumeration import context_of, emitted_law, expected_accepted, own_rows, row_of
+from tests.engine.verification.enumeration import context_of, emitted_law, row_of
 
 
 def smallest_division(draft_law, target_law, count):
@@ -73,25 +72,6 @@ def test_the_division_factor_is_the_smallest_that_leaves_nothing_negative(count)
         target, draft_law = random_tables(seed)[()].tolist(), random_tables(100 + seed)[()].tolist()
         assert division(draft_law, target, count) == pytest.approx(smallest_division(draft_law, target, count))
     assert division([0.5, 0.5], [0.0, 0.0], count) >= 1, "the drafts hold nothing that the target may draw"
-
-
-def test_several_drafts_have_more_accepted_than_one():
-    target, draft_law = random_tables(1), random_tables(2)
-    accepted = [
-        expected_accepted(accept, target, with_thresholds(target, sampled_drafts(draft_law, [-1] * count)))
-        for count in (1, 2, 3)
-    ]
-    assert accepted[0] < accepted[1] < accepted[2]
-
-
-def test_a_single_draft_is_decided_as_by_the_rejection_rule():
-    target, draft_law = random_tables(1), random_tables(2)
-    drafts = [draft for draft, _ in sampled_drafts(draft_law, [-1, 0])]
-    rows = torch.stack([row for draft in drafts for row in own_rows(target, draft)])
-    coins = torch.rand(2 * len(drafts), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (paths, law), (expected, expected_law) = accept(rows, coins, drafts), rejection.accept(rows, coins, drafts)
-    assert paths == expected
-    assert torch.allclose(law / law.sum(-1, keepdim=True), expected_law / expected_law.sum(-1, keepdim=True))
 
 
 def test_drafts_that_begin_alike_go_on_together():

@@ -9,7 +9,7 @@ from engine.config import EngineConfig, Verification
 from engine.errors import ConfigError
 from engine.params import SamplingParams
 from engine.protocols import Request, chain
-from engine.sampling.logits import Run, draw
+from engine.sampling.logits import Run
 from engine.verification.rule import RULES, rule_of
 from tests.examples import rule as example
 
@@ -39,33 +39,6 @@ def test_every_rule_decides_each_request_of_a_batch_by_its_own_rows(name):
     logits = rows(3, 4, 5, 2, 1)
     drafts = [chain([3, 4]), chain([5])]
     assert decide(RULES[name], logits, drafts) == [([3, 4, 5], [0, 1]), ([2], [])]
-
-
-@pytest.mark.parametrize("name", [name for name in RULES if not RULES[name].needs_draft_rows])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_rule_that_needs_no_draft_rows_ignores_them(name, temperature):
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
-    bare = chain([3, 4])
-    with_rows = type(bare)(bare.token_ids, bare.parents, [[3, 1], [4, 2]], [[0.5, 0.5], [0.9, 0.1]])
-    rule = RULES[name]
-    assert decide(rule, logits, [bare], temperature=temperature) == decide(
-        rule, logits, [with_rows], temperature=temperature
-    )
-
-
-@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].shares_noise])
-def test_a_rule_that_shares_noise_commits_what_the_draft_draws_from_the_same_logits(name):
-    """So a draft from the target itself is accepted whole, and the token after it is foreseen."""
-    rule, logits = RULES[name], torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
-    run = Run(Request("0", [1, 2], 1, SamplingParams(temperature=1.0, seed=7)), [0, 1, 2, 3])
-    drawn = draw(logits, [run]).tolist()
-    assert decide(rule, logits, [chain(drawn[:3])], temperature=1.0) == [(drawn, [0, 1, 2])]
-
-
-@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].shares_noise])
-def test_tokens_that_the_pass_drew_are_taken_as_they_are(name):
-    logits = rows(3, 4, 5)
-    assert decide(RULES[name], logits, [chain([0, 1])], drawn=[0, 1, 2]) == [([0, 1, 2], [0, 1])]
 
 
 def test_a_rule_elsewhere_is_named_by_its_import_path():

@@ -5,8 +5,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft, Request, Verdict, VerifyRow, chain, run_in_process
-from engine.verification.decider import paths
+from engine.protocols import NO_DRAFT, Draft, Request, VerifyRow, chain, run_in_process
 from engine.verification.verifier import ModelVerifier
 from tests.engine.running import expected_tokens
 from tests.fakes import ContextModel, LateModel
@@ -65,16 +64,6 @@ def greedy(model, token_ids, count):
 PROMPT = [3, 9, 4, 7, 1, 8, 2, 5, 11]
 
 
-def test_an_unfinished_prompt_gets_no_tokens_and_its_last_chunk_gets_one(model):
-    verifier = make_verifier(model)
-    others = make_row([6, 6, 1], first_block=20)
-    unfinished, beside = verify(verifier, make_row(PROMPT, length=5), others)
-    assert unfinished == Verdict()
-    assert beside.token_ids == greedy(model, [6, 6, 1], 1)
-    (verdict,) = verify(verifier, make_row(PROMPT, start=5))
-    assert verdict == Verdict(greedy(model, PROMPT, 1))
-
-
 def exact_logprobs(model, token_ids, token):
     law = model.law(token_ids).log()
     return float(law[token]), int((law > law[token]).sum()) + 1, law.topk(2)
@@ -86,21 +75,6 @@ def check_logprobs(model, token_ids, token, found):
     assert found.rank == rank
     assert found.top_ids == top.indices.tolist()
     assert found.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
-
-
-def test_a_prompts_log_probabilities_come_chunk_by_chunk_for_each_token_but_the_first(model):
-    verifier = make_verifier(model)
-    params = SamplingParams(temperature=0, prompt_logprobs=2)
-    beside = make_row([6, 6, 1], first_block=20, draft=chain(greedy(model, [6, 6, 1], 2)))
-    found = []
-    for start, length in ((0, 4), (4, 1), (5, 4)):
-        verdict, other = verify(verifier, make_row(PROMPT, params, start=start, length=length), beside)
-        found += verdict.prompt_logprobs
-        assert verdict.token_ids == (greedy(model, PROMPT, 1) if start == 5 else [])
-        assert (other.token_ids, other.path) == (greedy(model, [6, 6, 1], 3), [0, 1])
-    assert len(found) == len(PROMPT) - 1
-    for place, logprobs in enumerate(found, start=1):
-        check_logprobs(model, PROMPT[:place], PROMPT[place], logprobs)
 
 
 def test_log_probabilities_are_of_every_committed_token_before_any_shaping(model):
@@ -135,41 +109,6 @@ PLAIN = [endless(temperature=0.6, seed=7), endless(temperature=0), endless(tempe
 def texts(count):
     generator = torch.Generator().manual_seed(2)
     return torch.randint(1, VOCAB, (count, 4), generator=generator).tolist()
-
-
-def test_rows_that_need_shaping_have_the_tokens_of_their_parameters_beside_rows_that_the_pass_draws(model):
-    params = [one for pair in zip(SHAPED, (PLAIN * 3)[: len(SHAPED)], strict=True) for one in pair]
-    prompts = texts(len(params))
-    expected = [expected_tokens(model, prompt, one)[:3] for prompt, one in zip(prompts, params, strict=True)]
-    rows = [
-        make_row(prompt, one, first_block=1 + 4 * nth, draft=chain(tokens[:2]))
-        for nth, (prompt, one, tokens) in enumerate(zip(prompts, params, expected, strict=True))
-    ]
-    verdicts = verify(make_verifier(model), *rows)
-    (draws,) = model.draws
-    assert draws is not None, "the pass drew nothing"
-    assert [verdict.token_ids for verdict in verdicts] == expected
-
-
-def test_rows_that_need_no_shaping_take_what_the_pass_drew():
-    class Stubborn(RecordingModel):
-        def run(self, batch, draws=None):
-            output = super().run(batch, draws)
-            return output._replace(tokens=torch.full_like(output.tokens, 10))
-
-    model = Stubborn()
-    rows = [make_row([3, 4], one, first_block=first) for one, first in ((PLAIN[0], 1), (SHAPED[3], 10), (GREEDY, 20))]
-    drawn, shaped, likeliest = (verdict.token_ids for verdict in verify(make_verifier(model), *rows))
-    assert (drawn, likeliest) == ([10], [10])
-    assert shaped == expected_tokens(model, [3, 4], SHAPED[3])[:1] != [10]
-
-
-@pytest.mark.parametrize("settings", [{"verification": "rejection"}, {}], ids=["rejection", "a prompt's logprobs"])
-def test_where_more_than_tokens_is_needed_the_pass_does_not_draw(settings, model):
-    params = SamplingParams(temperature=0, prompt_logprobs=0 if not settings else None)
-    (verdict,) = verify(make_verifier(model, **settings), make_row(PROMPT, params))
-    assert verdict.token_ids == greedy(model, PROMPT, 1)
-    assert model.draws == [None]
 
 
 @pytest.mark.parametrize(
@@ -233,40 +172,7 @@ def test_a_rank_that_does_not_decide_answers_nothing_and_keeps_the_paths_of_the_
     assert torch.equal(entries[1:], others[1:])
 
 
-def test_chains_move_nothing_and_ranks_share_nothing(model):
-    draft = chain(greedy(model, PROMPT, 2))
-    verify(make_verifier(model), make_row(PROMPT, draft=draft))
-    assert model.shared is None
-
-
-def test_paths_lead_from_the_tip_to_every_node():
-    assert paths(NO_DRAFT) == [[]]
-    assert paths(Draft([5, 6, 7, 8], [-1, 0, -1, 1])) == [[], [5], [5, 6], [7], [5, 6, 8]]
-
-
-def test_an_ended_requests_matcher_is_released(model):
-    released = []
-
-    class ReleasedGrammars:
-        release = staticmethod(released.append)
-
-    verifier = ModelVerifier(model, EngineConfig(num_blocks=1), ReleasedGrammars())
-    verifier.release("a")
-    make_verifier(model).release("b")
-    assert released == ["a"]
-
-
 @pytest.mark.parametrize("params", [GREEDY, SHAPED[0]], ids=["drawn in the pass", "drawn from logits"])
 def test_a_device_that_computes_while_the_host_goes_on_decides_the_same(params, model):
     rows = [make_row([3, 4, 5], params, first_block=1), make_row([6, 7], params, first_block=10)]
     assert verify(make_verifier(LateModel(model)), *rows) == verify(make_verifier(model), *rows)
-
-
-@pytest.mark.parametrize(
-    ("settings", "needs_logits"),
-    [({}, False), ({"temperature": 0.7}, False), ({"top_k": 2}, True), ({"logprobs": 0}, True)],
-)
-def test_logits_are_read_only_for_parameters_and_log_probabilities(settings, needs_logits, model):
-    row = make_row([3, 4, 5], SamplingParams(**settings), draft=chain([2]))
-    verify(make_verifier(model), row, make_row([6], first_block=9))
-    assert model.needs_logits == [needs_logits]

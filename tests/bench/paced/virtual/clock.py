@@ -18,8 +18,7 @@ T = TypeVar("T")
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop whose time starts at 0 and moves only when all tasks wait: then it jumps to the next timer.
 
-    Raises:
-        RuntimeError: by `run_until_complete`: all tasks wait for something that cannot happen.
+    Raises RuntimeError if all tasks wait for something that cannot happen.
     """
 
     def __init__(self) -> None:
@@ -54,16 +53,11 @@ async def sleep_until(moment: float) -> None:
 
 
 class Process:
-    """A process with one thread and a clock of its own, which may be ahead of the loop's while it computes.
-
-    Attributes:
-        busy_s: seconds that it computed, waiting for its device included.
-    """
+    """A process with one thread and a clock of its own, which may be ahead of the loop's while it computes."""
 
     _running: "Process | None" = None
 
     def __init__(self) -> None:
-        self.busy_s = 0.0
         self._now = 0.0
 
     def clock(self) -> float:
@@ -74,14 +68,12 @@ class Process:
 
     async def compute(self, function: Callable[..., T], *arguments: Any, after_s: float = 0.0) -> T:
         """Call a function that sleeps on this process's clock, `after_s` of other work; return when that is over."""
-        started = max(self._now, asyncio.get_running_loop().time())
-        self._now = started + after_s
+        self._now = max(self._now, asyncio.get_running_loop().time()) + after_s
         Process._running = self
         try:
             result = function(*arguments)
         finally:
             Process._running = None
-        self.busy_s += self._now - started
         await sleep_until(self._now)
         return result
 

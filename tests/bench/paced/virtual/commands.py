@@ -3,7 +3,6 @@
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -13,16 +12,16 @@ from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.bench import paced_device
-from tests.bench.compare import write
 from tests.bench.paced.group import Models
 from tests.bench.paced.light_pair import make_light_pair
-from tests.bench.paced.virtual.measures import Bench, Lead, hidden, lead, pools
+from tests.bench.paced.virtual.measures import Bench, hidden, lead, pools
 from tests.bench.paced.virtual.report import show_hidden, show_leads, show_pools
 from tests.bench.workload import read_prompts
 
 T = TypeVar("T")
 
 PAIRS = ("h100x4-70b+h100-1b", "h100-8b+h100-1b")
+TEMPERATURE = 0.7
 FIXED = ("plain", "fixed-2", "fixed-4", "fixed-2-run-ahead", "fixed-4-run-ahead", "fixed-4-alternate")
 """What `adaptive` is compared with: lengths and overlaps that somebody could have set."""
 MIXED_K = 8
@@ -33,40 +32,30 @@ def twin(options: Namespace, console: Console) -> list[str]:
     """Measure the chosen parts."""
     torch.set_num_threads(1)  # the passes are small
     logging.getLogger(paced_device.__name__).setLevel(logging.ERROR)  # each backend says that it is paced
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="paceline-pair-")))
-        target, draft = map(str, make_light_pair(folder))
-        bench = Bench(
-            Models.load(target, draft),
-            read_prompts(target),
-            num_warm=options.warm,
-            num_tokens=options.num_tokens,
-        )
-        found = []
+    with TemporaryDirectory(prefix="paceline-pair-") as folder:
+        target, draft = map(str, make_light_pair(Path(folder)))
+        models, prompts = Models.load(target, draft), read_prompts(target)
+        bench = Bench(models, prompts, num_warm=options.warm, num_tokens=options.num_tokens)
         for part in options.parts:
-            found += PARTS[part](options, bench, console)
-    if options.json is not None:
-        write(found, options.json)
+            PARTS[part](options, bench, console)
     return []
 
 
-def _hidden(options: Namespace, bench: Bench, console: Console) -> list[object]:
-    found = list(_said(hidden(bench, options.pairs, options.rows, options.temperature, options.arms), console))
-    show_hidden(found, console)
-    return [*found]
+def _hidden(options: Namespace, bench: Bench, console: Console) -> None:
+    show_hidden(list(_said(hidden(bench, options.pairs, options.rows, TEMPERATURE), console)), console)
 
 
-def _adaptive(options: Namespace, bench: Bench, console: Console) -> list[object]:
-    leads: list[Lead] = []
-    for pair in options.pairs:
-        for rows in options.rows:
-            heats, seeds = [options.temperature], range(options.seeds)
-            leads += _said([lead(bench, pair, rows, heats, "adaptive-any", FIXED, seeds)], console)
-    show_leads("adaptive over the best fixed length and overlap, off included", leads, console)
-    return [*leads]
+def _adaptive(options: Namespace, bench: Bench, console: Console) -> None:
+    leads = (
+        lead(bench, pair, rows, [TEMPERATURE], "adaptive-any", FIXED, range(options.seeds))
+        for pair in options.pairs
+        for rows in options.rows
+    )
+    title = "adaptive over the best fixed length and overlap, off included"
+    show_leads(title, list(_said(leads, console)), console)
 
 
-def _mixed(options: Namespace, bench: Bench, console: Console) -> list[object]:
+def _mixed(options: Namespace, bench: Bench, console: Console) -> None:
     """Half of the rows repeat what they read, half write freely: by the bundled pair, at T = 0 and 1."""
     paths = str(BUNDLED_TARGET), str(BUNDLED_DRAFT)
     prompts = read_prompts(paths[0])
@@ -80,27 +69,23 @@ def _mixed(options: Namespace, bench: Bench, console: Console) -> list[object]:
     ]
     ours = Bench(Models.load(*paths), mixed, k=MIXED_K, num_warm=bench.num_warm, num_tokens=bench.num_tokens)
     others, seeds = [f"fixed-{k}" for k in (1, 2, 3, 4, 6, 8)], range(options.seeds)
-    mixes = (lead(ours, pair, 16, [0.0, 1.0], "adaptive", others, seeds, "model+suffix") for pair in options.pairs)
-    leads = list(_said(mixes, console))
-    show_leads("a mixed load: budgets per row over one k for all", leads, console)
-    return [*leads]
+    leads = (lead(ours, pair, 16, [0.0, 1.0], "adaptive", others, seeds, "model+suffix") for pair in options.pairs)
+    show_leads("a mixed load: budgets per row over one k for all", list(_said(leads, console)), console)
 
 
-def _pool(options: Namespace, bench: Bench, console: Console) -> list[object]:
-    places = pools(bench, options.pairs[0], options.rows[0], options.temperature, options.groups, options.pool_arm)
-    found = list(_said(places, console))
-    show_pools(found, console)
-    return [timed for places in found for timed in places]
+def _pool(options: Namespace, bench: Bench, console: Console) -> None:
+    places = pools(bench, options.pairs[0], options.rows[0], TEMPERATURE, options.groups)
+    show_pools(list(_said(places, console)), console)
 
 
-def _said(found: Iterable[T], console: Console) -> Iterator[T]:
+def _said(results: Iterable[T], console: Console) -> Iterator[T]:
     """Print each result as soon as it is there: all of them take minutes."""
-    for one in found:
-        console.print(one, markup=False)
-        yield one
+    for result in results:
+        console.print(result, markup=False)
+        yield result
 
 
-PARTS: Mapping[str, Callable[[Namespace, Bench, Console], list[object]]] = {
+PARTS: Mapping[str, Callable[[Namespace, Bench, Console], None]] = {
     "hidden": _hidden,
     "adaptive": _adaptive,
     "mixed": _mixed,

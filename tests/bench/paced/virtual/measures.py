@@ -4,9 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, stdev
-
-from scipy.stats import t as student
+from statistics import mean
 
 from tests.bench.paced.group import Finish, Models, Stretch, config_of, decode
 from tests.bench.paced.roofline import Pair
@@ -42,31 +40,14 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One arm in the twin.
-
-    Attributes:
-        rows: requests of each group.
-        length: tokens of a row in a round.
-        hit_rate: proposals whose drafts were prepared; None where nobody runs ahead.
-        target_busy, draft_busy: the shares of time in which the GPUs of targets, and those of drafts, compute.
-        wanted_lengths: rounds by the draft length that was planned.
-    """
+    """One arm in the twin; `rows` are the requests of each group."""
 
     pair: str
     arm: str
-    place: Place
     num_groups: int
     rows: int
-    temperature: str
-    seed: int
     tokens_per_s: float
     num_gpus: int
-    round_ms: float
-    length: float
-    hit_rate: float | None
-    target_busy: float
-    draft_busy: float
-    wanted_lengths: dict[int, int]
 
     @property
     def per_gpu(self) -> float:
@@ -91,7 +72,7 @@ def time_arm(
     config = config_of(arm, rows, longest, drafting)
     heats = list(itertools.islice(itertools.cycle(temperatures), rows))
 
-    async def one(number: int) -> Stretch:
+    async def time_group(number: int) -> Stretch:
         await asyncio.sleep(number * _STAGGER_S)
         start = (seed + number) * rows
         prompts = [bench.prompts[(start + index) % len(bench.prompts)] for index in range(rows)]
@@ -106,38 +87,19 @@ def time_arm(
             finish=finish,
         )
 
-    async def all_groups() -> list[Stretch]:
-        return await asyncio.gather(*map(one, range(num_groups)))
+    async def time_all() -> list[Stretch]:
+        return await asyncio.gather(*map(time_group, range(num_groups)))
 
     finish = Finish(num_groups)
     with Twin(bench.models, Pair.of(pair), arm, config, bench.costs, place=place, num_groups=num_groups) as twin:
-        stretches = twin.run(all_groups())
-        now = twin.loop.time()
-    stats = [group.remote_drafter.run_ahead for group in twin.groups]
-    hits = sum(one.hits for one in stats if one)
-    misses = sum(sum(one.misses.values()) for one in stats if one)
-    rates = [stretch.tokens_per_s for stretch in stretches]
-    num_rounds = [len(stretch.rounds_s) for stretch in stretches]
-    lengths: dict[int, int] = {}
-    for stretch in stretches:
-        for (length, _), count in stretch.rounds_by_length.items():
-            lengths[length] = lengths.get(length, 0) + count
+        stretches = twin.run(time_all())
     timed = Timed(
         pair,
         name,
-        place,
         num_groups,
         rows,
-        "/".join(f"{heat:g}" for heat in temperatures),
-        seed,
-        tokens_per_s=sum(rates),
+        tokens_per_s=sum(stretch.tokens_per_s for stretch in stretches),
         num_gpus=twin.num_gpus if arm.k else num_groups * Pair.of(pair).target.num_gpus,
-        round_ms=mean(1e3 * stretch.seconds / count for stretch, count in zip(stretches, num_rounds, strict=True)),
-        length=mean(one.num_tokens / count / rows for one, count in zip(stretches, num_rounds, strict=True)),
-        hit_rate=hits / (hits + misses) if hits + misses else None,
-        target_busy=mean(group.gpus.busy_s / now for group in twin.groups),
-        draft_busy=mean(gpu.busy_s / now for gpu in twin.draft_gpus) if twin.draft_gpus else 0.0,
-        wanted_lengths=dict(sorted(lengths.items())),
     )
     return timed, stretches
 
@@ -151,45 +113,37 @@ class Hidden:
         bound: `1 + k * t_draft / t_verify` by the roofline: what it would be if drafts took no time, and rounds nothing
             but passes.
         share_of_bound: of that gain.
-        free_gain: what it would be if drafts took no time, everything else as it is.
     """
 
     timed: Timed
     gain: float
     bound: float
     share_of_bound: float
-    free_gain: float
 
 
-HIDDEN_ARMS = ("speculative", "run-ahead", "alternate", "any", "adaptive-any")
+HIDDEN_ARMS = ("run-ahead", "alternate", "any", "adaptive-any")
 
 
-def hidden(
-    bench: Bench, pairs: Sequence[str], sizes: Sequence[int], temperature: float, arms: Sequence[str] = HIDDEN_ARMS
-) -> Iterator[Hidden]:
+def hidden(bench: Bench, pairs: Sequence[str], sizes: Sequence[int], temperature: float) -> Iterator[Hidden]:
     """Compare what overlaps a verification with drafts in turn, which are the first arm.
 
-    Raises:
-        RuntimeError: a text is not that of drafts in turn.
+    Raises RuntimeError if a text is not that of drafts in turn.
     """
     for pair, rows in itertools.product(pairs, sizes):
-        named = Pair.of(pair)
-        bound = named.bound(rows, bench.k, bench.context)
+        bound = Pair.of(pair).bound(rows, bench.k, bench.context)
         base, texts = time_arm(bench, pair, "speculative", rows, [temperature])
-        free, _ = time_arm(bench, pair, "speculative", rows, [temperature], place="free")
-        for arm in arms:
-            timed, stretches = (
-                (base, texts) if arm == "speculative" else time_arm(bench, pair, arm, rows, [temperature])
-            )
+        yield Hidden(base, 1.0, bound, 0.0)
+        for arm in HIDDEN_ARMS:
+            timed, stretches = time_arm(bench, pair, arm, rows, [temperature])
             check_texts(texts, stretches)
             gain = timed.tokens_per_s / base.tokens_per_s
-            yield Hidden(timed, gain, bound, (gain - 1) / (bound - 1), free.tokens_per_s / base.tokens_per_s)
+            yield Hidden(timed, gain, bound, (gain - 1) / (bound - 1))
 
 
-def check_texts(ones: Iterable[Stretch], others: Iterable[Stretch]) -> None:
+def check_texts(stretches: Iterable[Stretch], others: Iterable[Stretch]) -> None:
     """Raise RuntimeError if two arms' texts differ, as far as both wrote them."""
-    for one, other in zip(ones, others, strict=True):
-        for name, text in one.texts.items():
+    for stretch, other in zip(stretches, others, strict=True):
+        for name, text in stretch.texts.items():
             length = min(len(text), len(other.texts[name]))
             if text[:length] != other.texts[name][:length]:
                 raise RuntimeError(f"request {name} has another text")
@@ -197,23 +151,16 @@ def check_texts(ones: Iterable[Stretch], others: Iterable[Stretch]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """The tokens/s of one arm over those of the best of several others, by seed; with a 95 % interval of the mean."""
+    """The tokens/s of one arm over those of the best of several others, by seed."""
 
     pair: str
     rows: int
-    temperature: str
     best: str
     ratios: list[float]
 
     @property
     def mean(self) -> float:
         return mean(self.ratios)
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval's width."""
-        count = len(self.ratios)
-        return float(student.ppf(0.975, count - 1)) * stdev(self.ratios) / count**0.5 if count > 1 else float("nan")
 
 
 def lead(
@@ -227,24 +174,23 @@ def lead(
     drafting: str = "model",
 ) -> Lead:
     """Compare an arm with the arm that is best over all seeds."""
-    found = {
-        (name, seed): time_arm(bench, pair, name, rows, temperatures, seed=seed, drafting=drafting)[0]
+    speeds = {
+        (name, seed): time_arm(bench, pair, name, rows, temperatures, seed=seed, drafting=drafting)[0].tokens_per_s
         for seed in seeds
         for name in (arm, *others)
     }
-    best = max(others, key=lambda name: mean(found[name, seed].tokens_per_s for seed in seeds))
-    ratios = [found[arm, seed].tokens_per_s / found[best, seed].tokens_per_s for seed in seeds]
-    return Lead(pair, rows, found[arm, seeds[0]].temperature, best, ratios)
+    best = max(others, key=lambda name: mean(speeds[name, seed] for seed in seeds))
+    return Lead(pair, rows, best, [speeds[arm, seed] / speeds[best, seed] for seed in seeds])
 
 
 def pools(
-    bench: Bench, pair: str, rows: int, temperature: float, counts: Sequence[int], arm: str
+    bench: Bench, pair: str, rows: int, temperature: float, counts: Sequence[int]
 ) -> Iterator[tuple[Timed, Timed, Timed]]:
     """Time so many groups on one draft GPU; the same with a draft GPU each; and with drafts beside the targets, by the
     fastest way that is known for them."""
     for count in counts:
         pooled, own = (
-            time_arm(bench, pair, arm, rows, [temperature], place=place, num_groups=count)[0]
+            time_arm(bench, pair, "run-ahead", rows, [temperature], place=place, num_groups=count)[0]
             for place in ("pool", "own")
         )
         # Drafts beside the target share nothing between groups.

@@ -1,58 +1,58 @@
 """The tables of what is measured in the twin."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.figures import figure
 from tests.bench.paced.virtual.measures import Hidden, Lead, Timed
 
 
-def show_hidden(found: Sequence[Hidden], console: Console) -> None:
-    table = _table(
-        "VIRTUAL TIME, not a GPU: what hides the draft",
-        *("pair", "rows", "arm", "tokens/s", "per GPU", "round ms", "length", "hits", "target busy", "draft busy"),
-        *("over in turn", "bound", "share", "no draft time"),
-    )
-    for one in found:
-        timed = one.timed
-        table.add_row(
-            *(timed.pair, str(timed.rows), timed.arm, f"{timed.tokens_per_s:.0f}", f"{timed.per_gpu:.1f}"),
-            *(f"{timed.round_ms:.2f}", f"{timed.length:.2f}", figure(timed.hit_rate, ".2f")),
-            *(f"{timed.target_busy:.2f}", f"{timed.draft_busy:.2f}"),
-            *(f"{one.gain:.3f}", f"{one.bound:.3f}", f"{one.share_of_bound:.0%}", f"{one.free_gain:.3f}"),
+def show_hidden(measured: Iterable[Hidden], console: Console) -> None:
+    rows = (
+        (
+            *(*_named(hidden.timed), hidden.timed.arm, *_speed(hidden.timed)),
+            *(f"{hidden.gain:.3f}", f"{hidden.bound:.3f}", f"{hidden.share_of_bound:.0%}"),
         )
-    console.print(table)
+        for hidden in measured
+    )
+    columns = ("pair", "rows", "arm", "tokens/s", "per GPU", "over in turn", "bound", "share")
+    _show("what hides the draft", columns, rows, console)
 
 
 def show_leads(title: str, leads: Iterable[Lead], console: Console) -> None:
-    table = _table(f"VIRTUAL TIME, not a GPU: {title}", "pair", "rows", "T", "best other", "ratio", "95 %", "each seed")
-    for one in leads:
-        interval = f"{one.mean - one.half_width:.3f} to {one.mean + one.half_width:.3f}"
-        each = " ".join(f"{ratio:.3f}" for ratio in one.ratios)
-        table.add_row(one.pair, str(one.rows), one.temperature, one.best, f"{one.mean:.3f}", interval, each)
-    console.print(table)
-
-
-def show_pools(found: Iterable[tuple[Timed, Timed, Timed]], console: Console) -> None:
-    table = _table(
-        "VIRTUAL TIME, not a GPU: one draft GPU for several groups",
-        *("pair", "rows", "groups", "GPUs", "tokens/s", "per GPU", "round ms", "hits", "draft busy"),
-        *("over own drafts", "over drafts beside, per GPU", "beside"),
+    rows = (
+        (lead.pair, str(lead.rows), lead.best, f"{lead.mean:.3f}", " ".join(f"{ratio:.3f}" for ratio in lead.ratios))
+        for lead in leads
     )
-    for pooled, own, beside in found:
-        table.add_row(
-            *(pooled.pair, str(pooled.rows), str(pooled.num_groups), str(pooled.num_gpus)),
-            *(f"{pooled.tokens_per_s:.0f}", f"{pooled.per_gpu:.1f}", f"{pooled.round_ms:.2f}"),
-            *(figure(pooled.hit_rate, ".2f"), f"{pooled.draft_busy:.2f}"),
+    _show(title, ("pair", "rows", "best other", "ratio", "each seed"), rows, console)
+
+
+def show_pools(measured: Iterable[tuple[Timed, Timed, Timed]], console: Console) -> None:
+    rows = (
+        (
+            *(*_named(pooled), str(pooled.num_groups), *_speed(pooled)),
             *(f"{pooled.tokens_per_s / own.tokens_per_s:.3f}", f"{pooled.per_gpu / beside.per_gpu:.3f}", beside.arm),
         )
-    console.print(table)
+        for pooled, own, beside in measured
+    )
+    columns = ("pair", "rows", "groups", "tokens/s", "per GPU")
+    columns += ("over own drafts", "over drafts beside, per GPU", "beside")
+    _show("one draft GPU for several groups", columns, rows, console)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
+def _named(timed: Timed) -> tuple[str, str]:
+    return timed.pair, str(timed.rows)
+
+
+def _speed(timed: Timed) -> tuple[str, str]:
+    return f"{timed.tokens_per_s:.0f}", f"{timed.per_gpu:.1f}"
+
+
+def _show(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]], console: Console) -> None:
+    table = Table(title=f"VIRTUAL TIME, not a GPU: {title}")
     for name in columns:
         table.add_column(name, justify="left" if name in ("pair", "arm") else "right", no_wrap=True)
-    return table
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.backend import Backend
 from tests.bench.paced.group import Models, answer_verifications, make_engine, use
-from tests.bench.paced.roofline import PacedDevice, Pair, Work
+from tests.bench.paced.roofline import PacedDevice, Pair
 from tests.bench.paced.virtual.clock import Process, VirtualLoop, virtual_time
 from tests.bench.paced.virtual.wire import Answer, Costs, VirtualLink, VirtualWorker
 from tests.bench.paced_device import Accelerator, PacedBackend
@@ -28,9 +28,8 @@ from tests.bench.workload import Arm
 
 T = TypeVar("T")
 
-Place = Literal["own", "beside", "pool", "free"]
-"""Where drafts are made: on a GPU of each group's own, on one of the target's GPUs, on a GPU of all groups; or in no
-time at all, which no system can do."""
+Place = Literal["own", "beside", "pool"]
+"""Where drafts are made: on a GPU of each group's own, on one of the target's GPUs, or on a GPU of all groups."""
 TIMED = cluster.remote_drafter, cluster.remote_verifier, cluster.workers.responder, cluster.workers.draft_queue
 """The modules that read the time themselves."""
 
@@ -49,7 +48,6 @@ class Twin:
 
     Attributes:
         num_gpus: of all groups and their drafts.
-        drafters: what drafts, to look at.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Twin:
         self.loop = VirtualLoop()
         self.groups: list[Group] = []
         self.draft_gpus: list[Accelerator] = []
-        self.drafters: list[Any] = []
         self.num_gpus = num_groups * pair.target.num_gpus
         self._models, self._pair, self._arm, self._config, self._costs = models, pair, arm, config, costs
         self._time = virtual_time(*TIMED)
@@ -112,10 +109,9 @@ class Twin:
 
     def _start_drafts(self, gpu: Accelerator, num_groups: int) -> VirtualWorker:
         process = Process()
-        pace = _pace(None if self._place == "free" else self._pair.draft, process, gpu)
+        pace = _pace(self._pair.draft, process, gpu)
         runs_ahead = self._arm.runs_ahead
         queue = self._models.drafts(self._config, pace, process.clock, run_ahead=runs_ahead, num_groups=num_groups)
-        self.drafters.append(queue)
         worker = VirtualWorker(process, self._costs)
         self._serve(worker.serve(lambda request, send: queue.submit(request.version, request, send), queue.step))
         return worker
@@ -129,12 +125,12 @@ class Twin:
         self._tasks.append(asyncio.create_task(serving))
 
 
-def _pace(device: PacedDevice | None, process: Process, accelerator: Accelerator) -> Callable[[Backend], Backend]:
-    """Return what gives a backend the pace of a device; None takes no time."""
+def _pace(device: PacedDevice, process: Process, accelerator: Accelerator) -> Callable[[Backend], Backend]:
+    """Return what gives a backend the pace of a device."""
 
     def pace(backend: Backend) -> Backend:
         paced: Any = PacedBackend(
-            backend, device or _Instant(), clock=process.clock, sleep=process.sleep, accelerator=accelerator, spin_s=0.0
+            backend, device, clock=process.clock, sleep=process.sleep, accelerator=accelerator, spin_s=0.0
         )
         return paced
 
@@ -147,12 +143,3 @@ def _answering(responder: TargetResponder) -> Answer:
             send(reply)
 
     return answer
-
-
-class _Instant:
-    """A device whose passes take no time."""
-
-    name = "no time"
-
-    def pass_seconds(self, work: Work) -> float:
-        return 0.0

@@ -4,7 +4,6 @@ Messages are encoded and decoded as they are there, so nothing is shared between
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,47 +41,36 @@ class Costs:
     worker_row_s: float = 25e-6
 
 
-FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
 class VirtualWorker:
     """A worker: answers requests one at a time, and works ahead while none has arrived; see `Server.serve`."""
 
     def __init__(self, process: Process, costs: Costs) -> None:
         self._process = process
         self._costs = costs
-        self._requests: deque[tuple[bytes, Callable[[bytes], None]]] = deque()
-        self._has_requests = asyncio.Event()
+        self._requests: asyncio.Queue[tuple[bytes, Callable[[bytes], None]]] = asyncio.Queue()
 
     def deliver(self, payload: bytes, reply: Callable[[bytes], None]) -> None:
-        self._requests.append((payload, reply))
-        self._has_requests.set()
+        self._requests.put_nowait((payload, reply))
 
     async def serve(self, answer: Answer, work: Callable[[], bool]) -> None:
         is_working = False
         while True:
-            if self._requests:
-                request, host_s, send = self._take()
-                await self._process.compute(answer, request, send, after_s=host_s)
-                is_working = True
-            elif is_working:
+            if is_working and self._requests.empty():
                 is_working = await self._process.compute(work)
-            else:
-                await self._wait()
+                continue
+            payload, deliver = await self._requests.get()
+            request = decode_request(payload)
+            host_s = self._costs.worker_s + _num_rows(request) * self._costs.worker_row_s
+            await self._process.compute(answer, request, self._sender(deliver), after_s=host_s)
+            is_working = True
 
-    def _take(self) -> tuple[AnyRequest, float, Callable[[AnyReply], None]]:
-        """Return the next request, the seconds that the host takes for it, and what sends its reply."""
-        payload, deliver = self._requests.popleft()
-        request, loop = decode_request(payload), asyncio.get_running_loop()
+    def _sender(self, deliver: Callable[[bytes], None]) -> Callable[[AnyReply], None]:
+        loop = asyncio.get_running_loop()
 
         def send(reply: AnyReply) -> None:
             loop.call_at(self._process.clock() + self._costs.wire_s, deliver, encode(reply))
 
-        return request, self._costs.worker_s + _num_rows(request) * self._costs.worker_row_s, send
-
-    async def _wait(self) -> None:
-        self._has_requests.clear()
-        await self._has_requests.wait()
+        return send
 
 
 class VirtualLink:
@@ -96,43 +84,35 @@ class VirtualLink:
         self._is_closed = False
 
     async def call(self, request: RoundMessage) -> AnyReply:
-        """Send a request and return its reply; errors as of `Link.call`."""
+        """Send a request and return its reply; raises what `Link.call` raises."""
         return await (await self.begin(request))
 
     async def begin(self, request: RoundMessage) -> asyncio.Future[AnyReply]:
         """Send a request, and return the future of its reply."""
+        if self._is_closed:
+            raise PeerGoneError("the link was closed")
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[AnyReply] = loop.create_future()
-        host_s = await self._send(request, lambda payload: self._receive(payload, reply, host_s))
+        host_s = self._costs.router_s + _num_rows(request) * self._costs.router_row_s
+
+        async def read(payload: bytes) -> None:
+            await self._router.spend(host_s)
+            if not reply.done():
+                reply.set_result(decode_reply(payload))
+
+        def receive(payload: bytes) -> None:
+            self._reading = asyncio.create_task(read(payload))
+
+        payload = encode(request)
+        await self._router.spend(host_s)
+        loop.call_later(self._costs.wire_s, self._worker.deliver, payload, receive)
         late = DeadlineError(f"no reply to round {request.round} within {request.deadline_s:g} s")
         timer = loop.call_later(request.deadline_s, lambda: None if reply.done() else reply.set_exception(late))
         reply.add_done_callback(lambda _: timer.cancel())
         return reply
 
-    async def post(self, request: RoundMessage) -> float:
-        await self._send(request, lambda payload: None)
-        return asyncio.get_running_loop().time() + request.deadline_s
-
     def close(self, reason: str = "") -> None:
         self._is_closed = True
-
-    async def _send(self, request: RoundMessage, reply: Callable[[bytes], None]) -> float:
-        """Send a request; return the seconds that the Router takes for such a message."""
-        if self._is_closed:
-            raise PeerGoneError("the link was closed")
-        host_s = self._costs.router_s + _num_rows(request) * self._costs.router_row_s
-        payload = encode(request)
-        await self._router.spend(host_s)
-        asyncio.get_running_loop().call_later(self._costs.wire_s, self._worker.deliver, payload, reply)
-        return host_s
-
-    def _receive(self, payload: bytes, reply: asyncio.Future[AnyReply], host_s: float) -> None:
-        async def read() -> None:
-            await self._router.spend(host_s)
-            if not reply.done():
-                reply.set_result(decode_reply(payload))
-
-        self._reading = asyncio.create_task(read())
 
 
 def _num_rows(message: RoundMessage) -> int:

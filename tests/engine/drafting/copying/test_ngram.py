@@ -33,19 +33,6 @@ def test_the_draft_is_what_followed_the_last_tokens(tokens, count, expected):
     assert propose(NgramDrafter(), (request("a", tokens), count)) == [chain(expected)]
 
 
-def test_rows_of_a_batch_have_nothing_to_do_with_each_other():
-    drafter = NgramDrafter()
-    rows = (request("a", [1, 2, 3, 1, 2]), 2), (request("b", [1, 2, 5, 6]), 2)
-    assert propose(drafter, *rows) == [chain([3, 1]), NO_DRAFT]
-
-
-def test_committed_tokens_are_searched_too():
-    drafter, text = NgramDrafter(), request("a", [1, 2])
-    assert propose(drafter, (text, 4)) == [NO_DRAFT]
-    text.token_ids.extend([7, 8, 1, 2])
-    assert propose(drafter, (text, 4)) == [chain([7, 8, 1, 2])]
-
-
 def test_a_long_prompt_is_read_in_pieces():
     drafter = NgramDrafter()
     text = request("a", [*range(MAX_READ + 8), MAX_READ + 1, MAX_READ + 2])
@@ -86,11 +73,6 @@ def searched(tokens, context, window, orders):
     return []
 
 
-def test_the_longest_matches_come_first_and_the_latest_among_equals():
-    index = make([1, 2, 3, 4, 9, 7, 3, 4, 8, 2, 3, 4, 6, 7, 3, 4])
-    assert index.matches([2, 3, 4]) == [Match(3, 12), Match(3, 4), Match(2, 8)]
-
-
 @given(
     st.lists(st.integers(0, 2), max_size=60),
     st.lists(st.integers(0, 2), min_size=1, max_size=8),
@@ -104,24 +86,6 @@ def test_matches_are_those_of_a_search_in_the_window(tokens, context, window, or
         assert set(matches) <= set(expected)
     assert matches == sorted(matches, key=lambda match: (-match.length, -match.end))
     assert {match.length for match in matches} <= {match.length for match in expected}
-
-
-@given(st.lists(st.integers(0, 50), max_size=200), st.integers(2, 6))
-def test_no_match_is_missed_where_the_window_is_large(tokens, length):
-    context = tokens[-length:]
-    expected = searched(tokens, context, 4096, (4, 2))
-    if len(expected) <= 8:
-        assert make(tokens, window=4096).matches(context) == expected
-
-
-@given(st.lists(st.integers(0, 3), max_size=80), st.integers(0, 80))
-def test_tokens_may_come_in_pieces(tokens, cut):
-    index = make(tokens[:cut])
-    index.extend(tokens[cut:])
-    whole = make(tokens)
-    assert index.length == len(tokens)
-    assert index.tail(100) == tokens
-    assert index.matches(tokens[-5:]) == whole.matches(tokens[-5:])
 
 
 def test_what_left_the_window_is_forgotten():

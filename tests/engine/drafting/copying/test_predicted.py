@@ -1,7 +1,6 @@
 """PredictionCopier: copies follow the prediction through edits, save passes, and never change the text or its law."""
 
 import random
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -9,17 +8,15 @@ import pytest
 
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.predicted import PredictionCopier
-from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.errors import RequestError
-from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import DeferringDrafter, NoDrafter, ProposeRow, Request
 from engine.verification.rule import RULES
 from tests.engine.drafting.proposing import context_model
 from tests.engine.running import SAMPLING, expected_tokens, make_engine, run, run_outputs
-from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, SAMPLES, TARGET, UNLIKE, joint_law
+from tests.engine.test_exactness import PROMPT, TARGET, UNLIKE, check_law
 from tests.fakes import SelfDraftingModel
 
 MODEL = context_model(3)
@@ -63,44 +60,24 @@ def test_a_prediction_that_is_mostly_right_saves_three_quarters_of_the_passes(te
     assert sum(output.num_predicted_tokens for output in rounds) == engine.stats.num_accepted_tokens > 700
 
 
-def test_a_wrong_prediction_costs_a_few_short_drafts(text):
-    wrong = random.Random(1).choices(range(2, 64), k=1000)
-    engine = engine_with(wrong, MODEL, num_blocks=100)
-    assert run(engine, [([2, 3, 4], TEXT)])["0"] == text
-    assert engine.stats.num_draft_tokens < 900
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("drafting", ["none", "model", "tree", "self", "suffix", "model+suffix"])
-def test_the_text_does_not_depend_on_the_prediction(drafting, temperature):
+@pytest.mark.parametrize("drafting", ["none", "tree", "self", "model+suffix"])
+def test_a_right_prediction_saves_passes_of_the_requests_that_draft(drafting):
     model = SelfDraftingModel(TARGET.laws, UNLIKE.laws) if drafting == "self" else TARGET
-    params = SamplingParams(temperature=temperature, seed=1, max_tokens=60, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=60, ignore_eos=True)
     expected = expected_tokens(TARGET, PROMPT, params)
-    shuffled = random.Random(0).sample(expected, len(expected))
-    for predicted in (expected, [4 - token for token in expected], shuffled, [], expected[30:], [0]):
-        settings = {"self_draft_layers": 1} if drafting == "self" else {}
-        engine = engine_with(predicted, model, drafting, **settings)
-        outputs = run_outputs(engine, [(PROMPT, params), (PROMPT, replace(params, num_speculative_tokens=0))])
-        assert [[token for output in rounds for token in output.token_ids] for rounds in outputs.values()] == [
-            expected,
-            expected,
-        ]
-        if predicted == expected:
-            assert len(outputs["0"]) < 9
-        assert not any(output.num_draft_tokens for output in outputs["1"]), "this request is plain decoding"
-        num_predicted = sum(output.num_predicted_tokens for output in outputs["0"])
-        assert num_predicted == 0 if not predicted else num_predicted <= engine.stats.num_accepted_tokens
+    engine = engine_with(expected, model, drafting, **({"self_draft_layers": 1} if drafting == "self" else {}))
+    outputs = run_outputs(engine, [(PROMPT, params), (PROMPT, replace(params, num_speculative_tokens=0))])
+    for rounds in outputs.values():
+        assert [token for output in rounds for token in output.token_ids] == expected
+    assert len(outputs["0"]) < 9
+    assert not any(output.num_draft_tokens for output in outputs["1"]), "this request is plain decoding"
 
 
-@pytest.mark.parametrize("predicted", [[0, 1, 2, 3, 4], [1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("verification", [name for name in RULES if name != "coupled"])
-def test_predicted_drafts_have_the_targets_joint_law_by_every_rule(verification, predicted):
-    params = replace(LAWS["penalties"], max_tokens=LENGTH + 2, ignore_eos=True)
-    engine = engine_with(predicted, **SAMPLING, verification=verification)
-    texts = run(engine, [(PROMPT, replace(params, seed=seed)) for seed in range(SAMPLES)])
+def test_predicted_drafts_have_the_targets_joint_law_by_every_rule(verification):
+    engine = engine_with([0, 1, 2, 3, 4], **SAMPLING, verification=verification)
+    check_law(engine)
     assert engine.stats.num_accepted_tokens > 0
-    counts = Counter(tuple(tokens[:LENGTH]) for tokens in texts.values())
-    assert p_value(counts, joint_law(params)) > 1e-5
 
 
 def row(output, predicted, **params):
@@ -117,23 +94,14 @@ def copied(*outputs, **params):
     return [copier.look_up(one).token_ids for one in rows]
 
 
-def test_it_begins_at_the_start_and_goes_on_after_a_replaced_token():
+def test_it_begins_at_the_start_and_finds_its_place_after_tokens_that_are_replaced_new_or_missing():
     starts = copied([], [100, 101, 7], [100, 101, 7, 103])
     assert starts == [list(range(100, 116)), [103, 104, 105, 106], list(range(104, 110))]
-
-
-def test_it_finds_the_place_after_tokens_that_are_new_or_missing():
     assert copied([100, 7, 8, 101], [100, 7, 8, 101, 102])[-1] == [103, 104, 105, 106]
     assert copied([100, 120, 121])[-1] == [122, 123, 124, 125]
     assert copied([7, 8, 9], [7, 8, 9, 7])[-1] == []
     assert copied([*range(100, 140)], [*range(100, 140), 1])[-1] == []
-
-
-def test_a_resumed_request_finds_its_place():
-    assert copied([100, 101, 7, 8, 9, *range(102, 120)]) == [list(range(120, 136))]
-
-
-def test_a_request_limits_its_copies():
+    assert copied([100, 101, 7, 8, 9, *range(102, 120)]) == [list(range(120, 136))], "a resumed request"
     assert copied([], num_speculative_tokens=4) == [list(range(100, 104))]
 
 
@@ -143,13 +111,6 @@ def test_a_copy_yields_to_a_drafter_that_promises_more_and_others_are_left_alone
     assert drafter.plan_copies(rows, {"a": 1.0, "b": 4.0}) == {"a": 2}
     rows[0].num_draft_tokens = 9
     assert drafter.plan_copies(rows, {"a": 9.0, "b": 9.0}) == {}
-
-
-def test_a_drafter_behind_it_may_copy_too():
-    repeating = list(range(10, 40))
-    drafter = CombinedDrafter(CombinedDrafter(NoDrafter(), SuffixDrafter()), PredictionCopier())
-    rows = [row([], [100, 101]), ProposeRow(Request("b", [*repeating, *repeating[:20]], 30, SamplingParams()), 4)]
-    assert drafter.plan_copies(rows, {"a": 0.5, "b": 0.5}) == {"a": 2, "b": 4}
 
 
 def test_a_prediction_outside_the_vocabulary_is_refused():

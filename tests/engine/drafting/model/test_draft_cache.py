@@ -32,11 +32,3 @@ def test_committed_tokens_are_compared_once():
     Counted.num_read = 0
     assert common_length(prefix, text) == 1000
     assert Counted.num_read == 0
-
-
-@given(st.lists(st.integers(0, 9)), st.lists(st.integers(0, 9)), st.integers(0, 25), st.integers(0, 25))
-def test_a_part_of_a_text_is_that_of_both_lists_together(committed, drafted, start, end):
-    text = Text(committed, drafted)
-    assert text.length == len(committed + drafted)
-    if start <= end:
-        assert text.slice(start, end) == (committed + drafted)[start:end]

@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
@@ -116,17 +115,6 @@ def test_a_request_whose_features_are_missing_gets_an_empty_draft_and_the_others
     assert pair.apart(one) == pair.beside(one)
 
 
-def test_a_feature_that_comes_before_its_token_is_committed_outlives_the_guess_in_its_place(target_path):
-    pair = Pair(target_path)
-    request = pair.request("one", [5, 9, 2, 7])
-    pair.compute(request)
-    expected = pair.beside(request)  # which computes the last token
-    assert pair.send(request, end=4)
-    assert pair.apart(request) == expected
-    request.token_ids.append(11)
-    assert pair.apart(request) == pair.beside(request)
-
-
 def test_a_cached_prefix_has_its_features_in_the_first_round_of_a_request(target_path):
     pair = Pair(target_path)
     first = pair.request("first", [5, 9, 2, 7, 30, 12, 44, 8, 3])
@@ -171,16 +159,3 @@ def test_a_request_that_was_forgotten_while_it_drafts_keeps_nothing(target_path)
     assert pair.apart(request) == pair.beside(request)
     pair.drafter.release("one")
     assert pair.features.num_taken("one") == 0
-
-
-def test_states_of_another_number_format_are_converted(target_path):
-    pair = Pair(target_path)
-    request = pair.request("one", [5, 9, 2, 7], temperature=0.0)
-    pair.compute(request)
-    states = pair.verifier.kv.states.flatten(0, 1)[[pair.verifier.kv.slot(pair.blocks["one"], i) for i in range(3)]]
-    rows = memoryview(states.to(torch.bfloat16).view(torch.uint8).numpy()).cast("B")
-    pair.features.put("one", 0, 3, rows, dtype="bfloat16", row_bytes=states.shape[-1] * 2)
-    pair.apart(request)
-    kv, blocks = pair.drafter.cache.kv, pair.drafter.cache.prefixes["one"].block_ids
-    received = kv.states.flatten(0, 1)[[kv.slot(blocks, i) for i in range(3)]]
-    assert torch.equal(received, states.to(torch.bfloat16).float())

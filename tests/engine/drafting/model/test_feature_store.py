@@ -34,15 +34,6 @@ def test_whatever_is_lost_repeated_or_late_the_rows_taken_are_a_prefix_of_the_fe
     assert taken + store.take("a", 20)[1] == TRUTH
 
 
-def test_rows_after_a_gap_are_refused_and_the_request_gets_no_draft_at_once():
-    store = FeatureStore(60.0)
-    assert put(store, 0, 4)
-    assert not put(store, 5, 8)
-    assert store.wait("a", 4)
-    assert not store.wait("a", 5)
-    assert store.counts == {"bytes": 21, "waited": 0, "missing": 1}
-
-
 def test_a_draft_waits_for_rows_that_are_on_their_way():
     store = FeatureStore(60.0)
     put(store, 0, 4)

@@ -28,7 +28,7 @@ def make_method(name: str, workload: Workload) -> Method:
     if name.startswith("over-vllm-"):
         from tests.bench.contestants.with_engine import EngineMethod
 
-        return [partial(EngineMethod, workload, Arm.of(name.removeprefix("over-vllm-"), k), execution="vllm")]
+        return EngineMethod(workload, Arm.of(name.removeprefix("over-vllm-"), k), "vllm")
     if name.startswith("vllm-"):
         draws = "probabilistic" if name == "vllm-probabilistic" else "greedy"
         return VLLMMethod(workload, 0 if name == "vllm-plain" else k, draws)

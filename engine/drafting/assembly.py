@@ -12,6 +12,7 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.model.translated import translated
 from engine.drafting.registry import Method, method_of
+from engine.errors import ConfigError, ModelError
 from engine.execution.reduce import World
 from engine.execution.registry import make_backend
 from engine.execution.vllm.arguments import check_version, set_environment
@@ -92,12 +93,15 @@ def assemble(target: ModelSource, draft: ModelSource | None, engine: EngineConfi
 
 
 def load_vllm(source: ModelSource, engine: EngineConfig, grammars: Grammars, world: World | None) -> "VllmVerifier":
-    """Load a target into vLLM; raise ConfigError for another release than the tests ran with, or ModelError."""
+    """Load a target into vLLM; raise ModelError if it is another release than tested, or does not serve the target."""
     set_environment(source.config)
-    check_version()
-    from engine.execution.vllm.verifier import VllmVerifier
+    try:
+        check_version()
+        from engine.execution.vllm.verifier import VllmVerifier
 
-    return VllmVerifier(source, engine, grammars, world)
+        return VllmVerifier(source, engine, grammars, world)
+    except ConfigError as error:
+        raise ModelError(str(error)) from error
 
 
 def check_files(target: ModelSource, draft: ModelSource | None, world_size: int) -> None:

@@ -22,7 +22,7 @@ from engine.models.layers.quantization import layer_bytes, linear_layers, on_met
 from engine.models.registry import open_model
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.heads.files import head_settings, head_tensors, save_head
-from tests.engine.hybrids.test_state_tensors import BAMBA, CHUNK
+from tests.engine.hybrids.models import BAMBA
 from tests.engine.tiny import GEMMA4, MISTRAL3, SIZES, T5_SIZES, backend_of, save
 
 
@@ -122,7 +122,7 @@ def test_slots_take_what_the_cache_allocates_and_a_pass_has_one_chunk_more(tmp_p
     assert planned.state_bytes == sum(tensor.nbytes for tensor in slots) // 5
     assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
     monkeypatch.setattr("engine.execution.footprint.planned_states", lambda _: ([], 0))
-    stateless = measure(path, max_num_batched_tokens=100 + CHUNK, **settings)
+    stateless = measure(path, max_num_batched_tokens=100 + BAMBA["mamba_chunk_size"], **settings)
     assert (stateless.state_bytes, stateless.workspace_bytes) == (0, planned.workspace_bytes)
 
 

@@ -33,6 +33,7 @@ MIRRORED_ELSEWHERE = {
     "engine/heads/head.py": "tests/engine/heads/test_eagle3.py and the other kinds' files",
     "engine/heads/registry.py": "the same",
     "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
+    "engine/models/layers/layer_state.py": "tests/engine/models/layers/test_recurrences.py, and footprint and hybrids",
     "engine/rounds.py": "tests/engine/test_two_rounds.py",
 }
 """Modules without a test file of their own, and what tests them instead."""

@@ -27,9 +27,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     ("arguments", "message"),
     [
         (["num_speculative_token=3"], "did you mean num_speculative_tokens?"),
-        (["num_speculative_tokens=many"], "num_speculative_tokens is 'many'"),
         (["drafting=os:system"], "drafting is 'os:system', which is <built-in function system>; it must be a class of"),
-        (["drafting=collections:Counter"], "it must be a class of drafters or a Method"),
         (["drafting=..:x"], "drafting is '..:x', which cannot be imported"),
         (["verification=os:system"], "it must be an engine.verification.rule.Rule"),
         (["target_model=/no/where"], "model directory /no/where does not exist"),

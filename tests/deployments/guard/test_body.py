@@ -69,28 +69,6 @@ async def test_large_bodies_take_turns_and_small_ones_do_not_wait(monkeypatch: p
     assert order == [len(LARGE), 2, len(LARGE) + 2, len(LARGE) + 3]
 
 
-@pytest.mark.parametrize(
-    ("path", "content", "param"),
-    [
-        ("/v1/completions", {"prompt": ["a"] * 65}, "prompt"),
-        ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 1025}, "messages"),
-        ("/detokenize", {"tokens": [1] * 513}, "tokens"),
-        # The first wrong item is the one that is named.
-        ("/v1/completions", {"prompt": [[]] * 10_000}, "prompt.0"),
-        ("/v1/chat/completions", {"messages": [{"role": "x"}] * 5000}, "messages.0.role"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 60_000}]}, "messages.0.content.0"),
-        ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages.0.role"),
-        ("/detokenize", {"tokens": [-1] * 100_000}, "tokens.0"),
-    ],
-)
-async def test_a_list_that_is_too_long_or_wrong_is_named(
-    client: httpx.AsyncClient, path: str, content: dict[str, object], param: str
-) -> None:
-    response = await client.post(path, json=content)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-
-
 @pytest.mark.parametrize("field", [None, "logit_bias", "stream_options"])
 async def test_an_object_of_many_keys_is_one_error(client: httpx.AsyncClient, field: str | None) -> None:
     keys = {str(number): [] for number in range(MAX_KEYS + 1)}

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,15 +95,6 @@ async def test_events_that_repeat_many_log_probabilities_are_written_on_a_thread
         assert threads[f"response.{repeating}"] == {"long answers_0"}
 
 
-async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:
-    choice = Choice(0, [1])
-    rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
-    writer = plain_writer(choice)
-    writer.chunk = lambda _, joined: f"{joined.token_ids} {joined.text}"
-    assert Answer(writer, SlowOutputs(), EventIds(writer, None))._chunks(rounds) == "[0, 1, 2] xxx"
-    assert (choice.num_drafted, choice.num_accepted) == ([4, 4, 4], [0, 1, 2])
-
-
 class SlowOutputs:
     """Outputs of which each comes when it is told to."""
 
@@ -166,14 +156,6 @@ async def test_tokens_of_a_response_that_is_not_streamed_come_now_and_then(
     monkeypatch.setattr("deployments.ingress.ingress.WHOLE_INTERVAL_S", 0.0)
     assert (await client.post("/v1/completions", json=body)).json()["choices"] == expected
     assert routers.num_deliveries - before == 8
-
-
-@pytest.mark.parametrize("num_prompts", [1, 3])
-async def test_a_response_that_is_not_streamed_takes_at_most_one_delivery_per_sequence(
-    num_prompts: int, client: httpx.AsyncClient, routers: LocalRouters
-) -> None:
-    await client.post("/v1/completions", json={"prompt": ["abc"] * num_prompts, "max_tokens": 8})
-    assert 1 <= routers.num_deliveries <= num_prompts
 
 
 @pytest.mark.parametrize("error", [TargetError("gone"), QueueFullError("full"), ModelError("bug"), ValueError("bug")])

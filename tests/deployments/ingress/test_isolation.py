@@ -1,7 +1,6 @@
 """Clients with different `cache_salt`s or API keys learn nothing of each other's prompts, over HTTP."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,9 @@ import httpx
 import pytest
 
 from deployments.config import AppConfig
-from deployments.routing import resumable_stream
 from engine.drafting.copying.suffix import SuffixDrafter
-from engine.errors import TargetError
 from engine.protocols import Verdict, Verifier, VerifyRow
-from tests.deployments.fakes import Rig, generation
-from tests.deployments.routing.test_resumable_stream import LAST, Routers
+from tests.deployments.fakes import Rig
 from tests.deployments.serving import serving
 
 TEXT = "The same long words, sent by everybody who is here. " * 4
@@ -66,13 +62,6 @@ async def test_a_salt_shares_cached_tokens_with_itself_only(client: httpx.AsyncC
     assert seen == [0, 0, 0, *[in_full_blocks] * 3]
 
 
-async def test_a_request_that_another_router_resumes_keeps_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumable_stream, "FIRST_PAUSE_S", 0.0)
-    routers = Routers([TargetError("lost")], [[LAST]])
-    assert await routers.open(replace(generation(), cache_salt="a")).next() == [LAST]
-    assert [request.cache_salt for request in routers.submitted] == ["a", "a"]
-
-
 KEYS = ("anna", "bert")
 DRAFTED = {"num_speculative_tokens": 4, "fixed": True}
 SECRET = "the number of the safe is 4711"
@@ -118,7 +107,6 @@ def test_a_key_sees_and_infers_nothing_of_anothers_texts(
         grammar = {"structured_outputs": {"choice": [SECRET]}, "max_tokens": 40}
         (choice,) = ask(url, keys[0], prompt=TEXT, speculative=DRAFTED, **grammar, **first)["choices"]
         assert choice["text"] == SECRET
-        assert rig.grammars is not None
         num_compiled = len(rig.grammars._compiled)
         verifier = rig.engine.verifier = CountingVerifier(rig.engine.verifier)
         usage = ask(url, keys[1], prompt=TEXT, max_tokens=1, **second)["usage"]

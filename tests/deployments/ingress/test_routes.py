@@ -26,9 +26,7 @@ CHECKS = [
 """Not positive_data_acceptance: what fits the schema may still exceed a limit or the model's context."""
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"]
-)
+@pytest.mark.parametrize("content", [b"", b"null", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"])
 async def test_a_body_that_is_no_request_is_400(client: httpx.AsyncClient, content: bytes) -> None:
     response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
@@ -38,8 +36,7 @@ async def test_a_body_that_is_no_request_is_400(client: httpx.AsyncClient, conte
 @pytest.mark.parametrize(
     ("headers", "status", "said"),
     [
-        ({"content-type": "application/json; charset=utf-8"}, 200, ""),
-        ({"content-type": "Application/JSON", "content-encoding": "identity"}, 200, ""),
+        ({"content-type": "Application/JSON; charset=utf-8", "content-encoding": "identity"}, 200, ""),
         ({"content-type": "application/vnd.api+json"}, 200, ""),
         ({"content-type": "application/x-www-form-urlencoded"}, 415, "'Content-Type: application/json'"),
         ({"content-type": "text/plain; a=application/json"}, 415, "content-type is text/plain; a=application/json;"),
@@ -62,7 +59,6 @@ async def test_a_body_is_json_as_it_is(
         ("/v1/completions", {"prompt": "a"}, "right", None),
         ("/v1/completions", {"prompt": "a"}, "wrong", "invalid_api_key"),
         ("/v1/completions", {"prompt": "a", "n": 0}, "right", "invalid_request_error"),
-        ("/v1/completions", {"prompt": "a", "top_k": 1.5}, "right", "invalid_request_error"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 999}, "right", "context_length_exceeded"),
         ("/v1/messages", {"model": "b", "messages": [], "max_tokens": 1}, "right", "invalid_request_error"),
         (

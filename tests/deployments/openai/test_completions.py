@@ -51,14 +51,6 @@ async def test_prompts_in_every_form(client: httpx.AsyncClient, prompt: object, 
     assert body["choices"][0]["prompt_token_ids"] == [64, 65]
 
 
-async def test_echo_puts_the_prompt_first(client: httpx.AsyncClient) -> None:
-    plain = await complete(client)
-    echoed = await complete(client, echo=True)
-    assert echoed["choices"][0]["text"] == "abc" + plain["choices"][0]["text"]
-    chunks = await events(client, "/v1/completions", prompt="abc", echo=True)
-    assert chunks[0]["choices"][0]["text"] == "abc"
-
-
 async def test_every_choice_of_every_prompt_has_its_own_echo(client: httpx.AsyncClient) -> None:
     for prompts in (["abc", "de", "a</s>b"], [[64, 65], [256, 66]]):
         body = await complete(client, prompt=prompts, n=2, echo=True, max_tokens=1)

@@ -17,6 +17,7 @@ IMAGE: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {}
 LONG: Any = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}] * 100
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NO_NUMBER: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": math.nan}}}
 MOUSE = {"type": "json_schema", "schema": {"type": "mouse"}}
 PREDICTION = {"type": "content", "content": "a"}
 UNIQUE = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
@@ -39,9 +40,11 @@ def part(**fields: Any) -> dict[str, Any]:
 REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
     "/v1/completions": [
         ({"prompt": []}, "prompt", ""),
-        ({"prompt": [[]]}, "prompt.0", ""),
+        ({"prompt": [[]] * 10_000}, "prompt.0", ""),  # of many items, the first wrong item
+        ({"prompt": ["a"] * 65}, "prompt", ""),
         ({"prompt": [999]}, "prompt", ""),
         *(({"stop_token_ids": [7, token]}, "stop_token_ids.1", "") for token in ("1", -1, 2**31, 1.5, True)),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids", ""),
         ({"structured_outputs": {"json": {"a": [math.inf]}}}, "structured_outputs.json", ""),
         ({"suffixes": 1}, "suffixes", "is not a field of this request"),
         ({"prompt": ["a", "b"], "prediction": PREDICTION}, "prediction", "only allowed with one prompt; there are 2"),
@@ -94,6 +97,10 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", ""),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", ""),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", ""),
+        ({"messages": USER * 1025}, "messages", ""),
+        ({"messages": [{"role": "x"}] * 5000}, "messages.0.role", ""),
+        ({"messages": [{"role": "user", "content": [1] * 60_000}]}, "messages.0.content.0", ""),
+        ({"tools": [NO_NUMBER]}, "tools.0.function.parameters", ""),
         ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id", ""),
         ({"messages": [*USER, {"role": "user"}]}, "messages.1.content", ""),
         ({"cache_salt": ""}, "cache_salt", ""),
@@ -137,6 +144,8 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
             "not available with tools",
         ),
         ({"text": {"format": {"name": "n", **MOUSE}}}, "text.format.schema", ""),
+        ({"text": {"format": {"name": "n", **MOUSE, "schema": {"x": math.inf}}}}, "text.format.schema", ""),
+        ({"tools": [{"type": "function", **NO_NUMBER["function"]}], "tool_choice": "none"}, "tools.0.parameters", ""),
     ],
     "/v1/messages": [
         ({"max_tokens": None}, None, "max_tokens"),
@@ -166,10 +175,13 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
     ],
 }
 REFUSED["/tokenize"] = [({"messages": None}, "prompt", ""), ({"prompt": "a"}, "prompt", "")]
+REFUSED["/tokenize"] += [({"tools": [NO_NUMBER]}, "tools.0.function.parameters", "")]
 REFUSED["/detokenize"] = [({"tokens": [VOCAB_SIZE]}, "tokens", ""), ({"tokens": [1] * 513}, "tokens", "")]
+REFUSED["/detokenize"] += [({"tokens": [-1] * 100_000}, "tokens.0", "")]
 CONVERSATION: list[tuple[Any, str | None, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ""),
+    ({"chat_template_kwargs": {"tone": math.nan}}, "chat_template_kwargs", ""),
     ({"chat_template_kwargs": {"tone": "<|end|>"}}, "chat_template_kwargs", ""),
     ({"chat_template_kwargs": {"tone": "x" * 10_000}}, "chat_template_kwargs", ""),
     ({"reasoning_effort": "some"}, "reasoning_effort", ""),
@@ -194,3 +206,35 @@ async def test_what_a_request_may_not_say_is_refused_by_name(
     assert words in error["message"]
     assert not any(name in error["message"] for name in OTHER_NAMES.get(path, ()))
     assert routers.last is None
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 10**1000, -(10**1000)], ids=["nan", "inf", "huge", "-huge"])
+async def test_numbers_of_any_size_are_refused_by_name(client: httpx.AsyncClient, number: float) -> None:
+    fields = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "logprobs"), number)
+    fields |= {"best_of": number, "prompt_logprobs": number, "stop_token_ids": [number], "logit_bias": {"1": number}}
+    for name, value in fields.items():
+        body = json.dumps({"prompt": "a", name: value})
+        response = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"].partition(".")[0]) == (400, name)
+        assert len(error["message"]) < 1500
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"regex": "(?P<"},
+        {"grammar": "start: %import common.WORD"},
+        {"grammar": 'start: %json {"$ref": "file:///etc/passwd"}'},
+        {"grammar": "start: @other"},
+        {"json": {"$ref": "http://example.com/schema"}},
+        {"json": {"$ref": "file:///etc/passwd"}},
+        {"json": "[" * 60_000},
+        {"json": '{"a": ' + "9" * 5000 + "}"},
+    ],
+)
+async def test_an_error_names_no_file_of_the_server(client: httpx.AsyncClient, path: str, source: Any) -> None:
+    response = await client.post(path, json={**BODIES[path], "max_tokens": 2, "structured_outputs": source})
+    assert response.status_code in (200, 400), response.text
+    assert not any(shown in response.text for shown in ("site-packages", "root:", ".py", "panicked")), response.text

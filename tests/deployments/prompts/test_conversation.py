@@ -81,16 +81,11 @@ def test_arguments_that_were_cut_or_are_wrong_reach_the_template(arguments: str,
     assert f'"arguments": {json.dumps(expected)}}}' in rendered[0][0]
 
 
-@pytest.mark.parametrize("name", ["self", "conversation", "conversations", "messages", "tokenize", "chat_template"])
+@pytest.mark.parametrize("name", ["self", "conversation", "messages", "tokenize"])
 def test_a_variable_cannot_have_the_name_of_a_parameter(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     with pytest.raises(RequestError, match=f"chat_template_kwargs.{name} is not a variable") as caught:
         render(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs={name: 1})
     assert caught.value.param == f"chat_template_kwargs.{name}"
-
-
-def test_a_variable_can_have_any_other_name(tokenizer: PreTrainedTokenizerFast) -> None:
-    variables = {"template": 1, "tokenizer": 2}
-    assert render(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs=variables)
 
 
 def test_a_tool_cannot_hold_a_special_token(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -104,3 +99,12 @@ def test_a_template_that_cannot_be_compiled_refuses_every_message() -> None:
     for effort in ("low", None):
         with pytest.raises(RequestError, match="the chat template refuses the messages: Expected an expression"):
             render(tokenizer, {"role": "user", "content": "x"}, reasoning_effort=effort)
+
+
+@pytest.mark.parametrize("kind", [1, "", None, "x" * 5000], ids=["number", "empty", "none", "long"])
+def test_a_template_that_fails_is_the_requests_fault(kind: Any) -> None:
+    template = "{{ kind.upper() }}{{ kind[0] }}{{ raise_exception(kind) if kind else '' }}"
+    with pytest.raises(RequestError) as caught:
+        render(tokenizer_of(template), {"role": "user", "content": "a"}, chat_template_kwargs={"kind": kind})
+    assert len(str(caught.value)) < 1000
+    assert "/" not in str(caught.value), "no path of a file"

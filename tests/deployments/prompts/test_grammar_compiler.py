@@ -71,7 +71,6 @@ async def test_a_process_that_has_ended_is_started_again(grammars: Grammars) -> 
     compiler = GrammarCompiler(grammars)
     await compiler.compile(regex("a"))
     first = compiler._process
-    assert first is not None
     first._popen.kill()
     first._popen.wait()
     await compiler.compile(regex("a"))  # it is known
@@ -83,7 +82,6 @@ async def test_a_process_that_has_ended_is_started_again(grammars: Grammars) -> 
 async def test_a_process_that_ends_meanwhile_is_no_fault_of_the_grammar(grammars: Grammars) -> None:
     compiler = GrammarCompiler(grammars)
     await compiler.compile(regex("a"))
-    assert compiler._process is not None
     compiler._process._popen.send_signal(signal.SIGSTOP)
     waiting = asyncio.create_task(compiler.compile(regex("b")))
     await asyncio.wait([waiting], timeout=0.1)

@@ -10,7 +10,7 @@ import pytest
 from deployments.router import delivery as delivery_module
 from deployments.router.delivery import Delivery, Stream
 from deployments.wire import End, Generation, Outputs, Report
-from engine.errors import RequestError, TargetError
+from engine.errors import RequestError
 from engine.protocols import FinishReason, RequestOutput
 from tests.deployments.fakes import LocalOutputs, Rig, generation
 from tests.deployments.router.conftest import Mail
@@ -87,17 +87,6 @@ async def test_the_movable_requests_are_whole_and_the_newest_come_first(
     delivery.close()
 
 
-async def test_a_lost_connection_fails_its_streams(mail: Mail) -> None:
-    delivery = Delivery(mail.address)
-    await delivery.room()
-    with delivery.stream(named("a")) as stream:
-        delivery.abort()
-        with pytest.raises(TargetError, match="the Ingress cannot be reached"):
-            await stream.ended
-    with pytest.raises(TargetError, match="the Ingress cannot be reached"):
-        delivery.end(End.by(RequestError("bad"), "a"))
-
-
 async def test_what_was_sent_before_the_end_arrives(mail: Mail) -> None:
     delivery = Delivery(mail.address)
     await delivery.room()
@@ -168,17 +157,6 @@ async def test_the_last_round_of_a_sequence_is_sent_at_once(gathers_first: bool)
     assert sent.stream._timer is None
 
 
-async def test_an_error_comes_after_the_outputs_before_it() -> None:
-    sent = Sent(3600.0)
-    sent.stream.put([step(0)])
-    sent.stream.put([step(1)])
-    sent.stream.fail(TargetError("lost"))
-    sent.stream.fail(TargetError("again"))
-    assert sent.deliveries == [[0], [1]]
-    with pytest.raises(TargetError, match="lost"):
-        await sent.stream.ended
-
-
 async def test_a_closed_stream_sends_nothing_by_itself() -> None:
     sent = Sent(0.001)
     sent.stream.put([step(0)])
@@ -186,13 +164,6 @@ async def test_a_closed_stream_sends_nothing_by_itself() -> None:
     sent.stream.close()
     await asyncio.sleep(0.01)
     assert sent.deliveries == [[0]]
-
-
-async def test_the_longest_choice_includes_the_tokens_of_other_routers() -> None:
-    sent = Sent(0.0, output_token_ids={0: [1, 2, 3], 1: [4]})
-    assert sent.stream.has_tokens
-    sent.stream.put([step(0), step(1, choice=1)])
-    assert sent.stream.longest == 4
 
 
 async def test_a_deadline_withholds_nothing() -> None:

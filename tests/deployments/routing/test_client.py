@@ -23,7 +23,7 @@ from deployments.routing.loads import RouterLoads
 from deployments.routing.prefixes import prefix_hashes
 from deployments.wire import Description, End, Generation, Message, ModelLimits, Outputs, Report, encode
 from engine.config import ModelInfo
-from engine.errors import QueueFullError, TargetError
+from engine.errors import TargetError
 from engine.protocols import RequestOutput
 from tests.deployments.fakes import generation
 from tests.waiting import wait_for
@@ -38,12 +38,11 @@ class Handle:
     def __init__(self, *answers: Any, error: BaseException | None = None, is_stuck: bool = False) -> None:
         self._answers, self._error, self._is_stuck = answers, error, is_stuck
         self.generate = self.describe = self
-        self.num_lost = self.num_stuck = 0
+        self.num_stuck = 0
         self.is_closed = False
         self.broadcasts: list[Any] = []
         self.descriptions: list[Description | BaseException] = []
         self.submitted: list[Generation] = []
-        self.ends: list[End] = []
 
     def options(self, **_: Any) -> "Handle":
         return self
@@ -73,14 +72,11 @@ class Handle:
         if self.is_closed:
             raise RuntimeError("the handle is closed")
         self.submitted.append(request)
-        self.num_lost -= 1
         self.num_stuck -= 1
-        if self.num_lost >= 0:
-            return Response(ActorDiedError())
         if self.num_stuck >= 0:
             return Response(is_stuck=True)
         output = RequestOutput(f"{request.request_id}-0", [1], "x", "length", None, None, 3, 0, 0, 0)
-        send(address, *(self.ends or [Outputs(request.request_id, [output])]))
+        send(address, Outputs(request.request_id, [output]))
         return Response()
 
 
@@ -149,24 +145,6 @@ async def test_outputs_come_from_the_router_that_took_the_request(loads: RouterL
     await wait_for(lambda: loads.depth("here") == 2)
 
 
-async def test_a_request_names_the_prefixes_of_its_first_prompt_and_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, sent = await routers(), []
-    monkeypatch.setattr(client, "_submit", lambda request, _: sent.append(request))
-    prompts = [[*range(40)], [*range(90)]]
-    client.generate(replace(generation(), prompts=prompts, cache_salt="mine"))
-    assert sent[0].prefixes == prefix_hashes(prompts[0], "mine") != ()
-
-
-async def test_an_error_is_that_of_the_router() -> None:
-    client = await routers()
-    error = QueueFullError("full")
-    error.retry_after_s = 9
-    client._handle.ends = [End.by(error, "request")]
-    with pytest.raises(QueueFullError, match="full") as raised:
-        await client.generate(generation()).next()
-    assert raised.value.retry_after_s == 9
-
-
 async def test_a_request_that_serve_does_not_take_leaves_nothing_behind(loads: RouterLoads) -> None:
     client = await routers()
     client._handle.is_closed = True
@@ -185,8 +163,11 @@ async def test_only_routers_of_the_same_target_are_asked_and_believed(
     handle.descriptions = [old, ActorDiedError(), asyncio.CancelledError(), new]
     client = await ServeRouters.open(handle, "127.0.0.1", target="/new")
     assert await client.describe() == new
-    client.generate(generation())
-    assert [request.target_id for request in handle.submitted] == ["/new"]
+    sent = replace(generation(), prompts=[[*range(40)], [*range(90)]], cache_salt="mine")
+    client.generate(sent)
+    [request] = handle.submitted
+    assert request.target_id == "/new"
+    assert request.prefixes == prefix_hashes(sent.prompts[0], "mine") != ()
     loads.set_routers("ab")
     loads.note(Report("a", None, target_id="/old"))
     assert client.heard() == []
@@ -261,16 +242,6 @@ async def test_metrics_are_those_of_all_ingresses_routers_and_drafts(
     client = await ServeRouters.open(handle, "127.0.0.1", has_pool=has_pool)
     shown = [replica.replica for replica in await client.collect()]
     assert shown == ["i1", "i2", *["d1"] * has_pool, "r1", "r2"]
-
-
-async def test_a_request_whose_router_is_lost_goes_to_another() -> None:
-    client = await routers()
-    client._handle.num_lost = 1
-    stream = client.generate(generation(n=2))
-    assert [output.text for output in await stream.next()] == ["x"]
-    await stream.close()
-    metrics = client._metrics
-    assert (metrics.num_started, metrics.resubmissions.total(), metrics.ended.total()) == (1, 1, 1)
 
 
 class Events:
@@ -389,7 +360,7 @@ async def test_a_caller_that_is_cancelled_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "is_killed"), [([False, True], True), ([False], False), ([ActorDiedError()], False), ([], False)]
+    ("answers", "is_killed"), [([False, True], True), ([False], False), ([ActorDiedError()], False)]
 )
 async def test_a_process_is_killed_if_one_router_says_so(answers: list[Any], is_killed: bool) -> None:
     client = await routers(*answers)

@@ -12,7 +12,6 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from deployments.errors import ShutdownError
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.observe.metrics import IngressMetrics
 from deployments.openai.writer import Choice
@@ -151,7 +150,7 @@ def contents(choices: list[Choice]) -> list[Any]:
 
 
 REQUESTS: dict[str, Callable[[], Generation]] = {
-    "greedy": generation,
+    "greedy": lambda: replace(generation(), cache_salt="a"),
     "drawn": lambda: generation(temperature=1.0, seed=3, logprobs=2),
     "without a seed": lambda: generation(temperature=1.0, n=2),
     "several prompts and choices": lambda: generation(num_prompts=2, n=3, temperature=1.0, seed=1),
@@ -166,7 +165,7 @@ REQUESTS: dict[str, Callable[[], Generation]] = {
 }
 
 
-@pytest.mark.parametrize("lost_after", [(0,), (1,), (2,), (5,), (1, 0, 2, 1)], ids=str)
+@pytest.mark.parametrize("lost_after", [(0,), (2,), (1, 0, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_a_request_resumes_where_its_router_was_lost(rig: Rig, name: str, lost_after: tuple[int, ...]) -> None:
     request = REQUESTS[name]()
@@ -174,30 +173,14 @@ async def test_a_request_resumes_where_its_router_was_lost(rig: Rig, name: str, 
     num_accepted = rig.engine.stats.num_accepted_tokens
     routers = Routers(rig=rig, lost_after=lost_after)
     assert contents(await choices_of(routers.open(request), request.num_choices)) == contents(expected)
-    assert all(again.predicted_token_ids == request.predicted_token_ids for again in routers.submitted)
+    kept = (request.predicted_token_ids, request.cache_salt)
+    assert all((again.predicted_token_ids, again.cache_salt) == kept for again in routers.submitted)
     assert bool(request.predicted_token_ids) == (rig.engine.stats.num_accepted_tokens > num_accepted)
     assert routers.reasons == {"router_lost": len(routers.calls) - 1}
     assert [call.cancels for call in routers.calls] == [True] * (len(routers.calls) - 1) + [False]
     await asyncio.sleep(0)
     assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
     assert routers.outcomes == {"finished": 1}
-
-
-async def test_every_token_of_an_output_is_sent_with_the_request() -> None:
-    """A round commits several tokens where a draft is accepted."""
-    routers = Routers([[output(1, 2, 3), output(7, 8, choice=1)], [output(4, 5)], LOSSES[0]], [[LAST]])
-    stream = routers.open(generation(n=2))
-    assert await stream.next() == [output(1, 2, 3), output(7, 8, choice=1), output(4, 5)]
-    assert await stream.next() == [LAST]
-    assert routers.submitted[1].output_token_ids == {0: [1, 2, 3, 4, 5], 1: [7, 8]}
-
-
-@pytest.mark.parametrize("error", LOSSES, ids=lambda error: type(error).__name__)
-async def test_a_lost_router_is_one_that_another_may_replace(error: Exception) -> None:
-    routers = Routers([[output(1)], error], [[LAST]])
-    stream = routers.open(generation())
-    assert [await stream.next(), await stream.next(), await stream.next()] == [[output(1)], [LAST], []]
-    assert sum(routers.reasons.values()) == 1
 
 
 @pytest.mark.parametrize(
@@ -215,24 +198,7 @@ async def test_errors_that_no_other_router_would_help_against_are_passed_on(erro
     assert outcome.startswith("failed ")
 
 
-async def test_outputs_come_before_the_error_after_them() -> None:
-    routers = Routers([[output(1)], End.by(RequestError("bad"), "request"), ActorDiedError()])
-    stream = routers.open(generation())
-    await asyncio.sleep(0)
-    assert await stream.next() == [output(1)]
-    with pytest.raises(RequestError, match="bad"):
-        await stream.next()
-
-
-async def test_a_shutdown_ends_a_request_that_was_resubmitted_too() -> None:
-    routers = Routers([[output(1)], ActorDiedError()], [ShutdownError("over")])
-    stream = routers.open(generation())
-    assert await stream.next() == [output(1)]
-    with pytest.raises(ShutdownError):
-        await stream.next()
-
-
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", ["greedy", "several prompts and choices", "a prompt's scores"])
 async def test_a_request_that_is_moved_is_sent_at_once_and_then_rests(
     rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,14 +248,16 @@ async def test_nothing_that_comes_while_a_request_is_moved_is_lost(comes_late: A
     assert len(routers.submitted) == 1
 
 
-@pytest.mark.parametrize(
-    "error", [QueueFullError("full"), BackPressureError(num_queued_requests=1, max_queued_requests=1)]
-)
-async def test_a_request_that_was_admitted_waits_for_a_place_at_another_router(error: Exception) -> None:
-    routers = Routers([[output(1)], ActorDiedError()], [error], [error], [[LAST]])
+FULL = [QueueFullError("full"), BackPressureError(num_queued_requests=1, max_queued_requests=1)]
+
+
+@pytest.mark.parametrize("errors", [*([error] for error in LOSSES), [LOSSES[0], *FULL]], ids=repr)
+async def test_a_router_that_is_lost_or_full_after_the_admission_is_replaced(errors: list[Exception]) -> None:
+    first, *others = errors
+    routers = Routers([[output(1)], first], *([error] for error in others), [[LAST]])
     stream = routers.open(generation())
-    assert [await stream.next(), await stream.next()] == [[output(1)], [LAST]]
-    assert routers.reasons == {"router_lost": 1, "queue_full": 2}
+    assert [await stream.next(), await stream.next(), await stream.next()] == [[output(1)], [LAST], []]
+    assert (sum(routers.reasons.values()), routers.reasons.get("queue_full", 0)) == (len(errors), len(others))
 
 
 async def test_the_last_token_needs_no_end() -> None:
@@ -357,18 +325,6 @@ async def test_a_client_hears_that_all_are_full_after_a_few_were_asked(num_route
     assert len(routers.asked) == min(num_routers, resumable_stream.MAX_REFUSALS)
 
 
-async def test_each_router_is_asked_once_until_all_have_refused() -> None:
-    """A request of another target waits for a Router of that, and one that was admitted for a place."""
-    routers = Refusing("a", "b", error=TargetError("another target"))
-    waiting = asyncio.create_task(routers.open(generation()).next())
-    while len(routers.asked) < 6:
-        await asyncio.sleep(0)
-    assert routers.asked[:6] == ["a", "b"] * 3
-    assert routers.reasons["refused"] - routers.reasons["target_lost"] in (0, 1)
-    routers.free = "b"
-    assert await waiting == [LAST]
-
-
 async def test_the_deadline_is_that_of_the_first_submission() -> None:
     routers = Routers([[output(1)], ActorDiedError()], [[LAST]])
     stream = routers.open(generation(timeout_s=50.0))
@@ -387,14 +343,6 @@ async def test_a_request_that_no_router_takes_ends_at_its_deadline_and_is_logged
     with pytest.raises(TimeoutError, match=r"longer than 0\.02 s"):
         await Routers(script).open(generation(timeout_s=0.02)).next()
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == len(script)
-
-
-async def test_a_request_that_ends_every_router_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumable_stream, "SHORTEST_LOSS_S", 1e-9)
-    routers = Routers([TargetError("again")])
-    with pytest.raises(TargetError, match="again"):
-        await routers.open(generation()).next()
-    assert len(routers.submitted) == 1 + resumable_stream.MAX_LOSSES
 
 
 async def test_waiting_can_be_cancelled_and_loses_nothing() -> None:

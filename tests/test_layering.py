@@ -23,7 +23,9 @@ FORBIDDEN = {
 MIRRORED_ELSEWHERE = {
     "engine/drafting/assembly.py": "tests/engine/test_llm.py and tests/cluster/test_heads.py load with it",
     "cluster/transport/credentials.py": "tests/cluster/transport/test_link.py and test_inbox.py",
+    "deployments/__main__.py": "tests/e2e/served/test_stopping.py, whose server it starts",
     "deployments/cli/settings.py": "tests/test_readme.py",
+    "deployments/ingress/draining.py": "tests/e2e/replicated/test_stopping.py",
     "deployments/openai/sampling_fields.py": "tests/deployments/openai/test_refusals.py and test_accepted_fields.py",
     "deployments/openai/types.py": "the same",
     "deployments/prompts/grammar_process.py": "tests/deployments/prompts/test_grammar_compiler.py",

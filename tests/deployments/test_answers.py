@@ -105,10 +105,7 @@ async def by_messages(client: httpx.AsyncClient, options: Any, tools: Any) -> li
         Answer(
             [(kinds[name], getattr(block, name)) for block in answer.content for name in kinds if hasattr(block, name)],
             REASONS[answer.stop_reason],
-            (
-                answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0),
-                answer.usage.output_tokens,
-            ),
+            (answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0), answer.usage.output_tokens),
         )
         for answer in (whole, final)
     ]

@@ -90,10 +90,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
 }
 """By file: what stands there, what a mistake makes of it, and words of the sentence that reports it."""
-KUSTOMIZATION_OF = {
-    "base": "overlays/cpu",
-    "components/high-availability": "overlays/high-availability",
-}
+KUSTOMIZATION_OF = {"base": "overlays/cpu", "components/high-availability": "overlays/high-availability"}
 """What is built to find a mistake, by the folder of the file that has it; other folders are built themselves."""
 
 

@@ -3,13 +3,7 @@ import pytest
 
 from deployments.config import AppConfig
 from deployments.diagnosis import trial
-from deployments.diagnosis.trial import (
-    Figures,
-    read_texts,
-    speed_finding,
-    take_turns,
-    trial_findings,
-)
+from deployments.diagnosis.trial import Figures, read_texts, speed_finding, take_turns, trial_findings
 
 PLAIN = Figures(num_tokens=100, seconds=10, num_rounds=100, round_s=10, num_accepted=0)
 DRAFTED = Figures(num_tokens=100, seconds=5, num_rounds=40, round_s=5, num_accepted=60)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 
 import httpx
 import pytest
@@ -45,15 +44,6 @@ async def test_a_body_that_holds_too_much_is_never_parsed(monkeypatch: pytest.Mo
 def test_only_values_count() -> None:
     for value in ('[{"' * 2**17, list(range(2**17)), "\\"):
         check_size(json.dumps(value).encode(), "it")
-
-
-def test_counting_takes_no_longer_than_reading() -> None:
-    for content in (b'"', b'["', b'"\\', b"[", b'""', b'"a",', b"\\"):
-        started = time.perf_counter()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(body, "MAX_VALUES", 2**30)
-            check_size(content * (2**18 // len(content)), "it")
-        assert time.perf_counter() - started < 2.0  # quadratic: half a minute
 
 
 async def test_large_bodies_take_turns_and_small_ones_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from engine.errors import TargetError
 from engine.sampling.grammar import Grammars
 from engine.stats.requests import RequestStats
 from tests.deployments.conftest import make_app, make_client
-from tests.deployments.fakes import LocalRouters, Rig, generation, rounds_of
-from tests.deployments.routing.test_resumable_stream import LAST, Routers, output
+from tests.deployments.fakes import LocalRouters, Rig, generation, output, rounds_of
+from tests.deployments.routing.test_resumable_stream import LAST, Routers
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 """W3C's example."""

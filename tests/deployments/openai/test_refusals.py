@@ -14,7 +14,6 @@ from tests.deployments.fakes import VOCAB_SIZE, LocalRouters
 
 USER: Any = [{"role": "user", "content": "x"}]
 IMAGE: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
-LONG: Any = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}] * 100
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 NO_NUMBER: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": math.nan}}}
@@ -42,7 +41,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"prompt": []}, "prompt", ""),
         ({"prompt": [[]] * 10_000}, "prompt.0", ""),  # of many items, the first wrong item
         ({"prompt": ["a"] * 65}, "prompt", ""),
-        ({"prompt": [999]}, "prompt", ""),
         *(({"stop_token_ids": [7, token]}, "stop_token_ids.1", "") for token in ("1", -1, 2**31, 1.5, True)),
         ({"stop_token_ids": [1] * 65}, "stop_token_ids", ""),
         ({"structured_outputs": {"json": {"a": [math.inf]}}}, "structured_outputs.json", ""),
@@ -59,22 +57,18 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"max_tokens": 0}, "max_tokens", ""),
         ({"max_tokens": 510}, "max_tokens", ""),
         ({"min_tokens": 9}, "min_tokens", ""),
-        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", ""),
         ({"n": 9}, "n", ""),
         ({"stop_token_ids": [259]}, "stop_token_ids", "259, the model's ids end at 258"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", ""),
         ({"logit_bias": {"259": 1}}, "logit_bias", "0 to 258: '259'"),
         ({"logit_bias": {"bad1": 5, "bad2": 2}}, "logit_bias", "'bad1', 'bad2'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", ""),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
         ({"speculative": {"num_speculative_tokens": 5}}, "speculative.num_speculative_tokens", ""),
         ({"speculative": {"enabled": False, "num_speculative_tokens": 2}}, "speculative.num_speculative_tokens", ""),
-        ({"speculative": {"enabled": False, "fixed": True}}, "speculative.fixed", ""),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex, choice"),
         ({"structured_outputs": {"grammar": "hello"}}, "structured_outputs.grammar", "neither Lark nor GBNF"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
-        ({"structured_outputs": {"json": "3"}}, "structured_outputs.json", "is an object"),
         ({"structured_outputs": {"json": {"type": "mouse"}}}, "structured_outputs.json", "mouse"),
         ({"structured_outputs": {"json": {"$ref": "http://localhost/"}}}, "structured_outputs.json", "not present"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "70,000 characters, at most"),
@@ -85,7 +79,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"messages": []}, "messages", ""),
         ({"messages": IMAGE}, None, "messages.0.content.0"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", ""),
-        ({"messages": LONG}, "messages", "512"),
         ({"messages": [{"role": "user", "content": "hello " * 84}]}, "messages", "512"),
         ({"max_tokens": 1200}, "max_tokens", "1,200"),
         ({"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens 5"),
@@ -93,7 +86,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"tool_choice": "auto"}, "tool_choice", ""),
         ({"tools": TOOLS}, "tools", ""),
         ({"tool_choice": "required"}, "tool_choice", ""),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice", ""),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", ""),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", ""),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", ""),
@@ -106,7 +98,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"cache_salt": ""}, "cache_salt", ""),
         ({"length_penalty": 1.5}, "length_penalty", ""),
         ({"best_of": True}, "best_of", ""),
-        ({"use_beam_search": 0}, "use_beam_search", ""),
         ({"use_beam_search": True}, "use_beam_search", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
         (
@@ -135,7 +126,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, None, ""),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id", ""),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output", ""),
-        ({"input": [{"type": 1, "role": "user"}]}, None, ""),
         ({"input": ["a"]}, None, ""),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ""),
         (
@@ -155,7 +145,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         (part(type="tool_use", id="1", name="f", input={}), None, "messages.0.content.0.type is 'tool_use'"),
         (part(type="tool_result", tool_use_id="1", content=[{"type": "image"}]), None, "content.0.content.0.type"),
         ({"messages": [{"role": "tool", "content": "a"}]}, None, "messages.0.role is 'tool'"),
-        ({"messages": [{"role": "user", "content": []}]}, None, "messages.0.content"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, None, "content.0.type"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, None, "tools.0.type is 'web_search_20250305'"),
         ({"tool_choice": {"type": "any"}}, None, "tool_choice is only allowed with tools"),

@@ -131,16 +131,10 @@ async def test_a_model_whose_texts_do_not_end_cannot_follow_a_grammar(
     ("outputs", "cause"),
     [
         ({"json": {"$ref": "#"}}, "no JSON is valid under the schema: it refers to itself without an end"),
-        (
-            {"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
-            "no JSON is valid under the schema: it refers to itself without an end",
-        ),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
-        ({"json": {"enum": []}}, "Unsatisfiable schema: anyOf is empty"),
         ({"regex": r"[^\s\S]"}, "no text matches the regular expression"),
         ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= root"}, "no text matches the grammar: a rule leads only to itself"),
-        ({"grammar": 'start: start "a"'}, "no text matches the grammar: a rule leads only to itself"),
         ({"grammar": "start: /[^\\s\\S]/"}, "or an expression matches nothing"),
     ],
 )

@@ -24,8 +24,7 @@ from deployments.routing.prefixes import prefix_hashes
 from deployments.wire import Description, End, Generation, Message, ModelLimits, Outputs, Report, encode
 from engine.config import ModelInfo
 from engine.errors import TargetError
-from engine.protocols import RequestOutput
-from tests.deployments.fakes import generation
+from tests.deployments.fakes import generation, output
 from tests.waiting import wait_for
 
 INFO = ModelInfo("tiny", 9, 9, [0], 1000, "float32", "cpu")
@@ -75,8 +74,8 @@ class Handle:
         self.num_stuck -= 1
         if self.num_stuck >= 0:
             return Response(is_stuck=True)
-        output = RequestOutput(f"{request.request_id}-0", [1], "x", "length", None, None, 3, 0, 0, 0)
-        send(address, Outputs(request.request_id, [output]))
+        last = output(1, request_id=request.request_id, finish_reason="length")
+        send(address, Outputs(request.request_id, [last]))
         return Response()
 
 

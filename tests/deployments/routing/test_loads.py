@@ -171,10 +171,7 @@ def test_of_the_routers_that_hold_a_prefix_the_shorter_queue_is_first(loads: Rou
     assert all(loads.ranked("abc", PREFIXES)[0] == "b" for _ in range(20))
 
 
-@pytest.mark.parametrize(
-    ("num_prefixes", "shortest", "longest"),
-    [(1, 0, 1), (2, 3, 5), (60, 0, 6), (60, 40, 50)],
-)
+@pytest.mark.parametrize(("num_prefixes", "shortest", "longest"), [(1, 0, 1), (2, 3, 5), (60, 0, 6), (60, 40, 50)])
 def test_a_queue_may_be_longer_by_what_the_prefix_is_worth(
     loads: RouterLoads, num_prefixes: int, shortest: int, longest: int
 ) -> None:

@@ -20,8 +20,7 @@ from deployments.routing import resumable_stream
 from deployments.routing.resumable_stream import ResumableStream, Retries
 from deployments.wire import End, Generation, Outputs, choice_index
 from engine.errors import QueueFullError, RequestError, TargetError
-from engine.protocols import FinishReason, RequestOutput
-from tests.deployments.fakes import Rig, generation
+from tests.deployments.fakes import Rig, generation, output
 
 LOSSES = [
     ActorDiedError(),
@@ -30,10 +29,6 @@ LOSSES = [
     DeploymentUnavailableError(DeploymentID("Router", "paceline")),
     TargetError("the replica is shutting down"),
 ]
-
-
-def output(*token_ids: int, finish_reason: FinishReason | None = None, choice: int = 0) -> RequestOutput:
-    return RequestOutput(f"request-{choice}", [*token_ids], "x", finish_reason, None, None, 3, 0, 0, 0)
 
 
 LAST = output(2, finish_reason="length")
@@ -139,8 +134,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 async def choices_of(outputs: ResumableStream, num_choices: int) -> list[Choice]:
     choices = [Choice(index, [1, 2, 3]) for index in range(num_choices)]
     while batch := await outputs.next():
-        for output in batch:
-            choices[choice_index(output.request_id)].append(output)
+        for step in batch:
+            choices[choice_index(step.request_id)].append(step)
     await outputs.close()
     return choices
 
@@ -323,6 +318,18 @@ async def test_a_client_hears_that_all_are_full_after_a_few_were_asked(num_route
     with pytest.raises(QueueFullError):
         await routers.open(generation()).next()
     assert len(routers.asked) == min(num_routers, resumable_stream.MAX_REFUSALS)
+
+
+async def test_each_router_is_asked_once_until_all_have_refused() -> None:
+    """A request of another target waits for a Router of that, and one that was admitted for a place."""
+    routers = Refusing("a", "b", error=TargetError("another target"))
+    waiting = asyncio.create_task(routers.open(generation()).next())
+    while len(routers.asked) < 6:
+        await asyncio.sleep(0)
+    assert routers.asked[:6] == ["a", "b"] * 3
+    assert routers.reasons["refused"] - routers.reasons["target_lost"] in (0, 1)
+    routers.free = "b"
+    assert await waiting == [LAST]
 
 
 async def test_the_deadline_is_that_of_the_first_submission() -> None:

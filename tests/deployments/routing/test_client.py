@@ -264,50 +264,39 @@ class Events:
             await asyncio.sleep(0)
 
 
+BUG = RayTaskError("generate", "a traceback", ValueError("bug")).as_instanceof_cause()
+
+
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("error", "leaves", "at_once", "later"),
     [
-        (TargetError("dead"), "dead"),
-        (RayTaskError("generate", "a traceback", ValueError("bug")).as_instanceof_cause(), "^bug$"),
+        (TargetError("dead"), False, ["dead"], []),
+        (BUG, False, ["bug"], []),
+        (None, False, [], ["the connection to the Router was lost"]),
+        # Serve cancels the call if the Router ends, and also before it cancels the request of a client that leaves.
+        (asyncio.CancelledError(), False, [], ["the replica is shutting down"]),
+        (asyncio.CancelledError(), True, [], []),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=["dead", "a bug", "no last outputs", "cancelled", "cancelled, for the client leaves"],
 )
-async def test_a_call_that_fails_says_why_at_once(loads: RouterLoads, error: BaseException, expected: str) -> None:
+async def test_a_call_says_why_it_has_failed_and_first_waits_for_an_end_that_may_come(
+    loads: RouterLoads,
+    error: BaseException | None,
+    leaves: bool,
+    at_once: list[str],
+    later: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("END_TIMEOUT_S", "CANCEL_PAUSE_S"):
+        monkeypatch.setattr(router_client, name, 0.02)
     events = Events(loads, error)
     assert not events.has_returned
     await events.end()
-    [failure] = events.failures
-    with pytest.raises(Exception, match=expected):
-        raise failure
-    assert events.has_returned
-
-
-async def test_a_request_whose_last_outputs_do_not_come_has_failed(
-    loads: RouterLoads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router_client, "END_TIMEOUT_S", 0.02)
-    events = Events(loads)
-    await events.end()
-    assert (events.failures, events.has_returned) == ([], True)
-    await asyncio.sleep(0.05)
-    [failure] = events.failures
-    assert isinstance(failure, TargetError)
-    assert "connection to the Router was lost" in str(failure)
-
-
-@pytest.mark.parametrize("client_leaves", [False, True])
-async def test_a_cancelled_call_has_failed_unless_its_client_has_left(
-    loads: RouterLoads, client_leaves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Serve cancels the call if the Router ends, and also before it cancels the request of a client that leaves."""
-    monkeypatch.setattr(router_client, "CANCEL_PAUSE_S", 0.02)
-    events = Events(loads, asyncio.CancelledError())
-    await events.end()
-    assert (events.failures, events.has_returned) == ([], True)
-    if client_leaves:
+    assert ([str(failure) for failure in events.failures], events.has_returned) == (at_once, True)
+    if leaves:
         events.call.close(cancels=True)
     await asyncio.sleep(0.05)
-    assert [str(failure) for failure in events.failures] == ["the replica is shutting down"] * (not client_leaves)
+    assert [str(failure) for failure in events.failures] == [*at_once, *later]
 
 
 @pytest.mark.parametrize("cancels", [False, True])

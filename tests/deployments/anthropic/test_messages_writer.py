@@ -54,6 +54,14 @@ async def test_a_stop_sequence_is_named(client: httpx.AsyncClient) -> None:
     assert [block.to_dict() for block in final.content] == [block.to_dict() for block in message.content]
 
 
+async def test_an_answer_that_ends_at_once_has_no_block(calling: httpx.AsyncClient, monkeypatch: Any) -> None:
+    says(monkeypatch, MessagesRequest, "")
+    message = await official(calling).messages.create(**BODY)
+    async with official(calling).messages.stream(**BODY) as stream:
+        final = await stream.get_final_message()
+    assert (message.content, message.stop_reason) == (final.content, final.stop_reason) == ([], "end_turn")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"), [('{"zone": "a', {"zone": "a"}), ('{"zone": oops}', '{"zone": oops}')]
 )

@@ -11,7 +11,7 @@ from deployments.openai.completions import CompletionRequest, CompletionWriter
 from deployments.openai.writer import Choice, Reply
 from engine.protocols import RoundTrace
 from tests.deployments.fakes import LocalRouters, output
-from tests.deployments.requests import complete, error_of
+from tests.deployments.requests import complete
 
 
 def writer(n: int, metrics: str = "detailed") -> CompletionWriter:
@@ -102,6 +102,3 @@ async def test_rounds_are_sent_when_requested(client: httpx.AsyncClient) -> None
     assert "".join(text for told in whole["rounds"] for text in told["texts"]) == whole["text"]
     assert {told["last"] for told in whole["rounds"]} == {"plain"}
     assert "rounds" not in (await complete(client))["choices"][0]
-    assert (await error_of(client, speculative={"trace": True}, n=2))["param"] == "n"
-    refused = await client.post("/v1/responses", json={"input": "a", "speculative": {"trace": True}})
-    assert refused.json()["error"]["param"] == "speculative.trace"

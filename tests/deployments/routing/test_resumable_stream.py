@@ -59,22 +59,21 @@ class Call:
 class LocalCall:
     """A call of a round loop in this process, which is lost after some deliveries."""
 
-    def __init__(self, rig: Rig, request: Generation, stream: ResumableStream, lost_after: int, error: Any) -> None:
+    def __init__(self, rig: Rig, request: Generation, stream: ResumableStream, lost_after: int) -> None:
         self._stream = stream
         self._num_left = lost_after
-        self._error = error
         self.cancels: bool | None = None
         self._task = asyncio.create_task(rig.loop.generate(Stream(request, self._send)))
         self._task.add_done_callback(self._end)
         if not lost_after:
-            asyncio.get_running_loop().call_soon(stream.fail, error)
+            asyncio.get_running_loop().call_soon(stream.fail, LOSSES[0])
 
     def _send(self, outputs: Outputs) -> None:
         if self.cancels is None and self._num_left:
             self._stream.put(outputs)
             self._num_left -= 1
             if not self._num_left:
-                self._stream.fail(self._error)
+                self._stream.fail(LOSSES[0])
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if self.cancels is None and not task.cancelled() and (error := task.exception()) is not None:
@@ -86,14 +85,13 @@ class LocalCall:
 
 
 class Routers:
-    """Routers that follow their scripts, or run a round loop and are lost after the number of deliveries given."""
+    """Routers that follow their scripts, of which the last is repeated; or, with a rig, run its round loop.
 
-    def __init__(
-        self, *scripts: list[Any], rig: Rig | None = None, lost_after: tuple[int, ...] = (), error: Any = LOSSES[0]
-    ) -> None:
-        self._scripts, self._lost_after = [*scripts], [*lost_after]
-        self._rig = rig
-        self._error = error
+    The script of a round loop is the number of deliveries after which it is lost; after the scripts, none is lost.
+    """
+
+    def __init__(self, *scripts: Any, rig: Rig | None = None) -> None:
+        self._scripts, self._rig = [*scripts], rig
         self.submitted: list[Generation] = []
         self.calls: list[Call | LocalCall] = []
         self.metrics = IngressMetrics()
@@ -107,8 +105,8 @@ class Routers:
     def submit(self, request: Generation, stream: ResumableStream) -> Call | LocalCall:
         self.submitted.append(request)
         if self._rig is not None:
-            lost_after = self._lost_after.pop(0) if self._lost_after else 10**9
-            self.calls.append(LocalCall(self._rig, request, stream, lost_after, self._error))
+            lost_after = self._scripts.pop(0) if self._scripts else 10**9
+            self.calls.append(LocalCall(self._rig, request, stream, lost_after))
         else:
             script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
             self.calls.append(Call(stream, script, request.request_id))
@@ -166,7 +164,7 @@ async def test_a_request_resumes_where_its_router_was_lost(rig: Rig, name: str, 
     request = REQUESTS[name]()
     expected = await choices_of(Routers(rig=rig).open(request), request.num_choices)
     num_accepted = rig.engine.stats.num_accepted_tokens
-    routers = Routers(rig=rig, lost_after=lost_after)
+    routers = Routers(*lost_after, rig=rig)
     assert contents(await choices_of(routers.open(request), request.num_choices)) == contents(expected)
     kept = (request.predicted_token_ids, request.cache_salt)
     assert all((again.predicted_token_ids, again.cache_salt) == kept for again in routers.submitted)

@@ -4,6 +4,8 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from prometheus_client.core import CounterMetricFamily
@@ -225,3 +227,9 @@ class WatchedOutputs(LocalOutputs):
 def generation(*, n: int = 1, num_prompts: int = 1, timeout_s: float = 60.0, **params: object) -> Generation:
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "n": n, **params})  # type: ignore[arg-type]
     return Generation("request", [[1, 2, 3]] * num_prompts, settings, timeout_s)
+
+
+def output(*token_ids: int, request_id: str = "request", choice: int = 0, **fields: Any) -> RequestOutput:
+    """What a round added to a choice of a request; `fields` replace the others."""
+    plain = RequestOutput(f"{request_id}-{choice}", [*token_ids], "x", None, None, None, 3, 0, 0, 0)
+    return replace(plain, **fields)

@@ -3,7 +3,10 @@
 from typing import Any
 
 import httpx
+import pytest
 
+from deployments.openai.structured_output import StructuredOutputs
+from deployments.openai.tools import MessageForm
 from tests.fakes.streams import events_of
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -56,3 +59,10 @@ def http_scope(path: str) -> dict[str, Any]:
         "client": ("127.0.0.1", 1),
         "server": ("paceline", 80),
     }
+
+
+def says(monkeypatch: pytest.MonkeyPatch, cls: Any, text: str) -> None:
+    """Make the model answer requests of a class with this text alone, thoughts included."""
+    monkeypatch.setattr(MessageForm, "thoughts_after", lambda form, prompt: None)
+    to_chat, only = cls.to_chat, {"structured_outputs": StructuredOutputs(choice=[text])}
+    monkeypatch.setattr(cls, "to_chat", lambda request: to_chat(request).model_copy(update=only))

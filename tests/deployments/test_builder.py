@@ -38,10 +38,6 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     return build
 
 
-def test_serves_own_queue_is_longer_than_the_engines(build: Build) -> None:
-    assert build(max_num_seqs=3, max_queued_requests=5).router.max_ongoing_requests > 3 + 5
-
-
 def test_replicas_are_fixed_or_follow_the_load(build: Build) -> None:
     assert build(autoscaling={"min_replicas": 2}).router.num_replicas == 2
     scaled = build(autoscaling={"max_replicas": 4}).router._deployment_config.autoscaling_config
@@ -74,12 +70,6 @@ def test_new_replicas_start_before_old_ones_stop_where_there_is_room(
     assert built.ingress._deployment_config.max_surge_percent == ingresses
 
 
-@pytest.mark.parametrize(("num_gpus", "percent"), [(3, 0), (4, 100)])
-def test_the_gpus_of_the_pool_are_no_room_for_a_second_group(num_gpus: int, percent: int, build: Build) -> None:
-    router = build({"a": Node({"CPU": 64.0, "GPU": float(num_gpus)})}, **POOLED).router
-    assert router._deployment_config.max_surge_percent == percent
-
-
 def test_the_ingress_gets_the_keys_of_this_process(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "secret")
     assert build().ingress.init_kwargs["keys"] == ("secret",)
@@ -103,25 +93,10 @@ FRONT = {"label_selector": {"ingress": {"pool": "front"}}}
         (LAPTOP, FRONT, "no node has room for an Ingress replica, which needs 0.1 CPU, label pool=front", True),
         (2.6, SCALED, "autoscaling.max_replicas is 4, but the cluster has room for 3: no node has room for", False),
         (1.0, SCALED, "autoscaling.min_replicas is 2, but the cluster has room for 1: no node", True),
-        (
-            1.0,
-            {"num_ingress_replicas": 20},
-            "num_ingress_replicas is 20, but the cluster has room for 10: no node has room for an Ingress replica",
-            True,
-        ),
+        (1.0, {"num_ingress_replicas": 20}, "num_ingress_replicas is 20, but the cluster has room for 10: no", True),
         # A group has 0.5 CPU, an Ingress 0.1 and a draft worker 0.2, which the groups do not take.
-        (
-            0.7,
-            {"draft_pool": {"replicas": 4}},
-            "draft_pool.replicas is 4, but the cluster has room for 3: no node has room for a draft worker of the pool",
-            True,
-        ),
-        (
-            0.9,
-            {"draft_pool": {"replicas": 4}},
-            "autoscaling.min_replicas is 1, but the cluster has room for 0",
-            True,
-        ),
+        (0.7, {"draft_pool": {"replicas": 4}}, "draft_pool.replicas is 4, but the cluster has room for 3: no", True),
+        (0.9, {"draft_pool": {"replicas": 4}}, "autoscaling.min_replicas is 1, but the cluster has room for 0", True),
     ],
 )
 def test_replicas_without_room_are_refused_where_no_node_can_join_and_else_warned_of(
@@ -151,7 +126,7 @@ def test_replicas_that_have_room_are_not_reported(build: Build, caplog: pytest.L
         build({"a": Node({"CPU": 16.0, "GPU": 2.0})}, tensor_parallel_size=4)
 
 
-@pytest.mark.parametrize(("num_cpus", "num_replicas"), [(0.5, 1), (2, 1), (15, 1), (16, 2), (24, 3), (1000, 4)])
+@pytest.mark.parametrize(("num_cpus", "num_replicas"), [(0.5, 1), (15, 1), (16, 2), (1000, 4)])
 def test_ingress_replicas_follow_the_cpus_or_are_a_setting(num_cpus: float, num_replicas: int, build: Build) -> None:
     nodes = {"a": Node({"CPU": num_cpus / 2}), "b": Node({"CPU": num_cpus / 2})}
     assert build(nodes).ingress.num_replicas == num_replicas
@@ -203,20 +178,15 @@ def versions(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]) -> dict
     ("before", "changed", "restarted"),
     [
         ({}, {}, set()),
-        ({}, {"drain_timeout_s": 7.0}, set()),
-        ({}, {"autoscaling": {"max_replicas": 3}}, set()),
-        ({}, {"draft_model": "none"}, {"Router"}),
+        ({}, {"drain_timeout_s": 7.0, "autoscaling": {"max_replicas": 3}}, set()),
         ({}, {"label_selector": {"target": {"pool": "big"}}}, {"Router"}),
         ({}, {"label_selector": {"ingress": {"pool": "front"}}}, {"Ingress"}),
         ({}, {"api_keys": ["secret"]}, {"Ingress"}),
-        ({}, {"num_speculative_tokens": 2}, {"Router"}),
         ({}, {"target_model": "/models/other"}, {"Router", "Ingress"}),
         ({}, POOLED, {"Router", "Ingress"}),  # an Ingress asks the pool for its metrics
         (PAIR | POOLED, {"draft_pool": {"replicas": 1, "max_replicas": 2}}, set()),
-        (PAIR | POOLED, {"draft_model": "/models/other"}, {"Drafts"}),
         (PAIR | POOLED, {"draft_quantization": "int8"}, {"Drafts"}),
         (PAIR | POOLED, {"label_selector": {"draft": {"pool": "small"}}}, {"Drafts", "Router"}),
-        (PAIR | POOLED, {"target_quantization": "int8"}, {"Router", "Ingress"}),
         (PAIR | POOLED, {"tensor_parallel_size": 2}, {"Router", "Ingress"}),
         (PAIR | POOLED, {"round_timeout_s": 9.0}, {"Router"}),
         (PAIR | POOLED, {"target_model": "/models/other"}, {"Drafts", "Router", "Ingress"}),
@@ -241,19 +211,12 @@ def test_the_package_version_restarts_everything(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("num_replicas", "room", "expected"),
-    [(1, 1, 0), (1, 2, 100), (1, 9, 100), (4, 5, 25), (3, 4, 33), (3, 2, 0), (300, 301, 0)],
+    [(1, 1, 0), (1, 9, 100), (4, 5, 25), (3, 4, 33), (3, 2, 0)],
 )
 def test_replicas_surge_as_far_as_there_is_room(num_replicas: int, room: int, expected: int) -> None:
     assert surge_percent(num_replicas, room) == expected
-
-
-def test_no_number_of_replicas_outgrows_the_room() -> None:
-    for most in range(1, 13):
-        for room in range(1, 30):
-            percent = surge_percent(most, room)
-            for replicas in range(1, most + 1):
-                surge = (percent * replicas + 99) // 100  # as Serve computes it
-                assert replicas + surge <= max(room, most)
+    surge = (expected * num_replicas + 99) // 100  # as Serve computes it
+    assert num_replicas + surge <= max(room, num_replicas)
 
 
 def test_models_that_no_replica_could_load_are_refused_before_any_starts(tmp_path: Path, build: Build) -> None:

@@ -45,32 +45,22 @@ def test_flat_strings_are_enough() -> None:
     assert (pair.num_blocks, config.limits.max_n, config.model_name) == (None, 2, "big")
 
 
-def test_typed_nested_values_are_taken_as_they_are() -> None:
-    config = AppConfig.model_validate({"autoscaling": {"max_replicas": 3}, "api_keys": ["a"], "num_blocks": 7})
-    assert (config.autoscaling.max_replicas, config.pair.num_blocks, api_keys(config)) == (3, 7, ("a",))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"num_spec_tokens": "4"}, "unknown argument num_spec_tokens; did you mean num_speculative_tokens?"),
         ({"autoscaling": '{"min_replicas": 3, "max_replicas": 2}'}, "autoscaling: max_replicas 2 < min_replicas 3"),
         ({"num_speculative_tokens": "many"}, "num_speculative_tokens is 'many'"),
-        ({"tensor_parallel_size": "0"}, "tensor_parallel_size is '0'"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5: Input should be less than or equal to 1"),
         ({"self_draft_layers": "4"}, "self_draft_layers is set, but drafting is 'auto', which does not draft with the"),
         ({**SELF_DRAFT, "run_ahead": "on"}, "run_ahead is on, but drafting is 'self'"),
-        ({"pair": {"num_blocks": 8}}, "unknown argument pair"),
         ({"pair.num_blocks": 8}, "unknown argument pair.num_blocks; did you mean num_blocks?"),
-        ({"block_size": 8}, "unknown argument block_size"),
         ({"limits": {"max_m": 1}}, "unknown argument limits.max_m"),
         ({"limits": "{"}, "limits is '{'"),
         ({"draft_pool": '{"replicas": 3, "max_replicas": 2}'}, "draft_pool: max_replicas 2 < replicas 3"),
         ({"draft_pool": {"replicas": 0}}, "draft_pool.replicas is 0"),
-        ({"draft_pool": {"min_replicas": 1}}, "unknown argument draft_pool.min_replicas"),
         ({"draft_pool": {}, "draft_model": "none"}, "draft_pool is set, but draft_model is none, drafting is auto"),
         ({"draft_pool": {}, "speculation": "off"}, "speculation is off, num_speculative_tokens is 4: no draft worker"),
-        ({"draft_pool": {}, "drafting": "none"}, "drafting is none, speculation is adaptive"),
         ({"draft_pool": {}, "num_speculative_tokens": "0"}, "num_speculative_tokens is 0: no draft worker is needed"),
     ],
 )
@@ -137,10 +127,9 @@ def test_keys_come_from_everywhere_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert "SecretStr('a')" not in repr(config)
 
 
-@pytest.mark.parametrize("value", ["secret", [b"secret", {"secret": 1}]])
-def test_keys_of_the_wrong_form_are_refused_without_being_shown(value: object) -> None:
+def test_keys_of_the_wrong_form_are_refused_without_being_shown() -> None:
     with pytest.raises(ArgumentError, match="api_keys") as error:
-        AppConfig.model_validate({"api_keys": value})
+        AppConfig.model_validate({"api_keys": [b"secret", {"secret": 1}]})
     assert "secret" not in str(error.value)
 
 
@@ -177,22 +166,12 @@ def test_a_pool_of_drafts_reaches_the_group_as_a_lease_instead_of_a_worker(value
 
 
 def test_a_draft_worker_of_a_pool_reads_what_the_draft_is_made_from_and_no_more() -> None:
-    settings = {
-        "target_model": "org/big@one",
-        "draft_model": "/small",
-        "draft_pool": {},
-        "run_ahead": "on",
-        "label_selector": {"target": {"pool": "big"}, "draft": {"pool": "small"}},
-        "hang_timeout_s": 3.0,
-        "start_timeout_s": 4.0,
-        "log_format": "json",
-    }
+    settings = {"target_model": "org/big@one", "draft_model": "/small", "draft_pool": {}, "run_ahead": "on"}
+    settings |= {"label_selector": {"draft": {"pool": "small"}}, "hang_timeout_s": 3.0, "log_format": "json"}
     group = group_config(AppConfig.model_validate(settings))
     pool = pool_config(group)
+    shared = ("draft", "engine", "run_ahead", "draft_pool", "draft_label_selector", "hang_timeout_s", "log_format")
+    assert [getattr(pool, name) for name in shared] == [getattr(group, name) for name in shared]
     assert (pool.target.path, pool.target.revision) == ("org/big", "one")
-    assert (pool.draft, pool.engine, pool.run_ahead, pool.draft_pool) == (group.draft, group.engine, "on", True)
-    assert (pool.draft_label_selector, pool.log_format) == ({"pool": "small"}, "json")
-    assert (pool.hang_timeout_s, pool.start_timeout_s) == (3.0, 4.0)
     unread = {"target_quantization": "int8", "tensor_parallel_size": 4, "round_timeout_s": 9.0}
-    labels = {"label_selector": {"draft": {"pool": "small"}}}
-    assert pool_config(group_config(AppConfig.model_validate(settings | unread | labels))) == pool
+    assert pool_config(group_config(AppConfig.model_validate(settings | unread))) == pool

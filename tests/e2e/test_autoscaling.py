@@ -112,6 +112,7 @@ async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_wit
     assert "autoscaling.max_replicas is 3, but the cluster has room for 2: no node has room for" in caplog.text
 
 
+@pytest.mark.long
 async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(client):
     targets = set()
     async with load(client, STEP):

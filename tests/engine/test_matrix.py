@@ -20,11 +20,11 @@ from engine.verification.rule import RULES
 from tests.engine.features import Output
 from tests.engine.features import requests as feature_requests
 from tests.engine.heads.cold_starts import KINDS, SPOILED, backend_of_kind
-from tests.engine.hybrids.models import HYBRIDS
+from tests.engine.hybrids.models import BAMBA
 from tests.engine.running import make_engine
 from tests.engine.targets import OrderedTarget, alternating
 from tests.engine.test_exactness import varied_requests
-from tests.engine.tiny import SIZES, T5_SIZES, backend_of, save
+from tests.engine.tiny import T5_SIZES, backend_of, save
 from tests.engine.tokenizers import json_tokenizer
 from tests.fakes import ConstantDrafter, InterruptedDrafter, LosableDrafter, TreeDrafter, erratic_clock
 
@@ -39,7 +39,6 @@ SCHEDULES = {
     "two cohorts": {"num_blocks": 90, "block_size": 4, "max_num_seqs": 12},
     "two keys": {"block_size": 4, "max_num_seqs": 8},
 }
-BAMBA = SIZES | HYBRIDS["Bamba"] | {"num_hidden_layers": 2, "attn_layer_indices": [1]}
 OTHER_TARGETS = {
     "t5": [("model", ""), ("suffix", "")],
     "hybrid": [("model", ""), ("suffix", ""), ("random trees", ""), ("head", "eagle3"), ("head_tree", "eagle3")],

@@ -1,6 +1,6 @@
 """Who gets a row of the next round, how long a draft, and which blocks; no model is needed to decide that."""
 
-import pytest
+from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.control.plan import Plan
@@ -114,20 +114,6 @@ def test_a_prompt_that_waits_for_blocks_does_not_count_until_it_is_admitted():
 
 
 # How long a draft may be.
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, 9])
-def test_a_draft_leaves_room_for_one_more_token_within_max_tokens(max_tokens):
-    scheduler = make_scheduler()
-    sequence = add(scheduler, "a", [1, 2], max_tokens=max_tokens)
-    run_round(scheduler, 4)  # computes the prompt and commits a token
-    while sequence.finish_reason is None:
-        left = max_tokens - sequence.request.num_output_tokens
-        (row,) = scheduler.next_batch(Plan(4))
-        # The round commits a token of the target's own after the draft.
-        assert row.num_draft_tokens == min(4, left - 1)
-        commit(scheduler, [row], num_accepted=4)
-    assert sequence.request.num_output_tokens == max_tokens
 
 
 def test_a_draft_stays_within_the_context_length():
@@ -286,3 +272,20 @@ def test_a_long_prompt_that_fills_a_round_does_not_stop_the_other_cohort():
     for nth in "01":
         assert sum(nth in batch for batch in batches) >= 3
     assert scheduler.running[-1].is_decoding
+
+
+def test_a_row_that_waits_for_blocks_in_flight_gets_them_before_any_request_is_admitted():
+    """The oldest waits for the youngest, which is in flight; what a third gave up is for the oldest alone."""
+    scheduler = make_scheduler(num_blocks=1 + 6)
+    old, middle, _ = (add(scheduler, name, range(start, start + 6)) for name, start in (("o", 0), ("m", 10), ("y", 20)))
+    run_round(scheduler)
+    scheduler.num_cohorts, scheduler.config = 2, replace(scheduler.config, max_num_batched_tokens=1)
+    old.last_round = middle.last_round = 2  # so that the youngest comes first
+    flight = scheduler.next_batch(Plan(0))
+    assert [row.request.request_id for row in flight] == ["y"]
+    scheduler.config = replace(scheduler.config, max_num_batched_tokens=64)
+    # 7 tokens and 12 more make 5 blocks; two are its own, the middle one's two do not do.
+    assert scheduler.next_batch(Plan(0, copies={"o": 12})) == []
+    assert (names(scheduler.running), names(scheduler.waiting)) == (["o", "y"], ["m"])
+    commit(scheduler, flight)
+    assert [row.request.request_id for row in scheduler.next_batch(Plan(0, copies={"o": 12}))] == ["o"]

@@ -47,9 +47,9 @@ def save_family(name, path, seed=0):
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
 
 
-def make_llm(path, **settings):
+def make_llm(path, draft="none", **settings):
     limits = {"num_blocks": 64, "speculation": "fixed", "num_speculative_tokens": 4}
-    return LLM(path, "none", dtype="float32", device="cpu", compile="off", num_threads=1, **limits | settings)
+    return LLM(path, draft, dtype="float32", device="cpu", compile="off", num_threads=1, **limits | settings)
 
 
 def outputs(llm, prompts=PROMPTS, params=PARAMS):

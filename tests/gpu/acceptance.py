@@ -1,4 +1,4 @@
-"""The acceptance test of a GPU: which paths run, which texts differ, what a pass costs, in about twenty minutes.
+"""The acceptance test of a GPU: which paths run, which texts differ, what a pass costs, in a quarter of an hour.
 
     python -m tests.gpu.acceptance [--device cpu] [--stages texts,flips] [--out FOLDER]
 
@@ -22,35 +22,28 @@ import torch
 import transformers
 
 from tests.gpu.kernels import kernels, noise_bits
-from tests.gpu.long import long_contexts
 from tests.gpu.memory import default_pair
-from tests.gpu.passes import WIDE_CELLS, bandwidth, chains, passes, prompts
+from tests.gpu.passes import bandwidth, chains, passes
 from tests.gpu.ranks import ranks
-from tests.gpu.starts import kill, starts
 from tests.gpu.texts import equal_texts, flips
 
 Reading = dict[str, Any]
 _DRY_CELLS = ((1, 1, 64), (2, 5, 64))
-_DRY_PROMPTS = (16, 32)
 
 STAGES: dict[str, tuple[int, Callable[[str, bool], Iterator[Reading]]]] = {
     "machine": (60, lambda device, dry: iter([machine(device, dry=dry)])),
     "noise": (60, lambda device, dry: iter([noise_bits(device, num_rows=64 if dry else 768)])),
-    "kernels": (60, lambda device, dry: kernels(device, dry=dry)),
+    "kernels": (120, lambda device, dry: kernels(device, dry=dry)),
     "texts": (240, lambda device, dry: equal_texts(device, num_tokens=2 if dry else 64)),
     "flips": (120, lambda device, dry: flips(device, num_tokens=2 if dry else 96)),
     "target": (90, lambda device, dry: passes(device, "tiny", cells=_DRY_CELLS) if dry else passes(device, "8b")),
     "draft": (90, lambda device, dry: passes(device, "tiny", cells=_DRY_CELLS) if dry else passes(device, "1b")),
-    "passes": (180, lambda device, dry: wide_passes(device, dry=dry)),
     "chain": (
         120,
         lambda device, dry: chains(device, "tiny", context=64, ks=(2,)) if dry else chains(device, "1b"),
     ),
-    "long": (90, lambda device, dry: long_contexts(device, dry=dry)),
     "served": (300, lambda device, dry: served_rounds(device, dry=dry)),
-    "ranks": (300, lambda device, dry: ranks(device, dry=dry)),
-    "loading": (240, lambda device, dry: starts(device, "tiny" if dry else "8b")),
-    "kill": (90, lambda device, dry: kill(device, "tiny" if dry else "8b")),
+    "ranks": (200, lambda device, _: ranks(device)),
     "memory": (
         150,
         lambda device, dry: default_pair(
@@ -65,16 +58,6 @@ def machine(device: str, *, dry: bool) -> Reading:
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
     return {"device": name, **versions, **bandwidth(device, num_bytes=1 << 20 if dry else 1 << 30)}
-
-
-def wide_passes(device: str, *, dry: bool) -> Iterator[Reading]:
-    if dry:
-        yield from passes(device, "tiny", cells=((9, 1, 64), (1, 9, 64)))
-        yield from prompts(device, "tiny", lengths=_DRY_PROMPTS)
-    else:
-        yield from passes(device, "8b", cells=WIDE_CELLS)
-        torch.cuda.empty_cache()
-        yield from prompts(device, "8b")
 
 
 def served_rounds(device: str, *, dry: bool) -> Iterator[Reading]:

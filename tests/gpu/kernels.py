@@ -21,6 +21,7 @@ from engine.sampling import noise
 from tests.gpu.passes import BLOCK_SIZE, median_seconds
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+PLAIN = AttentionParams()
 PRODUCTS = {
     "qkv of 8B": (6144, 4096),
     "o_proj of 8B": (4096, 4096),
@@ -30,8 +31,13 @@ PRODUCTS = {
     "down_proj of 1B": (2048, 8192),
 }
 """Sizes of the results and of what they are sums over."""
+FORMS: dict[str, tuple[list[int] | None, AttentionParams]] = {
+    "chain": (None, PLAIN),
+    "tree": ([-1, -1, 0, 2], PLAIN),
+    "window": (None, AttentionParams(4096)),
+}
+"""The parents of a draft of four tokens, and the attention of its layer."""
 VOCAB = 131_072
-SPEED_CELLS = ((1, 1, 1024), (1, 5, 1024), (8, 5, 1024), (32, 5, 1024), (1, 5, 8192), (32, 1, 8192), (32, 5, 8192))
 
 
 def kernels(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
@@ -40,17 +46,16 @@ def kernels(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
         linear.sum_in_order()
     if dry:
         with patch.multiple(sys.modules[__name__], HEADS=4, KV_HEADS=1, HEAD_DIM=16):
-            yield error(place, context=100)
+            yield from errors(place, context=100)
             yield bits(place, context=100)
             yield experts(place, count=40, size=64)
     else:
-        yield error(place, context=900)
+        for context in (900, 8_193, 131_072):
+            yield from errors(place, context=context)
         yield bits(place, context=2100)
         yield experts(place, count=4096, size=2048)
         for name, shape in PRODUCTS.items():
             yield products(place, name, shape)
-        for rows, count, context in SPEED_CELLS:
-            yield speed(place, rows, count, context)
 
 
 def dtype_of(device: torch.device | str) -> torch.dtype:
@@ -58,16 +63,19 @@ def dtype_of(device: torch.device | str) -> torch.dtype:
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
 
 
-def error(device: torch.device, *, context: int) -> dict[str, Any]:
-    """Compare with torch in float64, beside torch's own attention in the same format."""
-    kv = random_cache(100, device)
-    (group,) = build([ForwardRow([1] * 5, context, [*range(1, 60)], 5)], kv).paged.groups
+def errors(device: torch.device, *, context: int) -> Iterator[dict[str, Any]]:
+    """Compare each form with torch in float64, beside torch's own attention in the same format."""
+    width = -(-(context + 5) // BLOCK_SIZE)
+    kv = random_cache(1 + width, device)
     query = torch.randn(HEADS, 5, HEAD_DIM, dtype=dtype_of(device), device=device)
-    right, torchs = (by_torch(group, query, kv, dtype) for dtype in (torch.float64, query.dtype))
-    return {
-        "error": float((attend(group, query, kv).double() - right).abs().max()),
-        "error_of_torch": float((torchs.double() - right).abs().max()),
-    }
+    for name, (parents, params) in FORMS.items():
+        (group,) = build([ForwardRow([1] * 5, context, range(1, 1 + width), 5, parents)], kv).paged.groups
+        right, torchs = (by_torch(group, query, kv, dtype, params) for dtype in (torch.float64, query.dtype))
+        yield {
+            "cell": f"{name} of 5 tokens at {context}",
+            "error": float((attend(group, query, kv, params).double() - right).abs().max()),
+            "error_of_torch": float((torchs.double() - right).abs().max()),
+        }
 
 
 def bits(device: torch.device, *, context: int) -> dict[str, Any]:
@@ -104,23 +112,6 @@ def experts(device: torch.device, *, count: int, size: int) -> dict[str, Any]:
         return grouped_product.multiply(rows[:few], order, ends, weight, None, torch.float32)
 
     return {"experts_different": different(multiply(5), multiply(count)[:5])}
-
-
-def speed(device: torch.device, rows: int, count: int, context: int) -> dict[str, Any]:
-    """Time the kernels of one layer in a graph, each on a cache of its own."""
-    width = -(-(context + count) // BLOCK_SIZE)
-    num_caches = max(1, min(8, int(4e9 / (rows * width * BLOCK_SIZE * KV_HEADS * HEAD_DIM * 4))))
-    caches = [random_cache(1 + rows * width, device) for _ in range(num_caches)]
-    tables = [range(1 + row * width, 1 + (row + 1) * width) for row in range(rows)]
-    (group,) = build([ForwardRow([1] * count, context, table, 1) for table in tables], caches[0]).paged.groups
-    query = torch.randn(HEADS, rows * count, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    seconds = graph_seconds(lambda kv: attend(group, query, kv), caches * 2)
-    num_bytes = 2 * rows * (context + count) * KV_HEADS * HEAD_DIM * 2
-    return {
-        "cell": f"attention: {rows} x {count} tokens at {context}",
-        "us": round(seconds * 1e6, 1),
-        "gb_per_s": round(num_bytes / seconds / 1e9),
-    }
 
 
 def products(device: torch.device, name: str, shape: tuple[int, int]) -> dict[str, Any]:
@@ -175,23 +166,19 @@ def noise_bits(device: str, *, num_rows: int) -> dict[str, Any]:
     }
 
 
-def attend(group: Group, query: torch.Tensor, kv: KVTensors) -> torch.Tensor:
+def attend(group: Group, query: torch.Tensor, kv: KVTensors, params: AttentionParams = PLAIN) -> torch.Tensor:
     output = query.new_empty(query.shape[1], HEADS, HEAD_DIM)
-    paged_attention.attend(group, query, kv.keys[0], kv.values[0], output, AttentionParams())
+    paged_attention.attend(group, query, kv.keys[0], kv.values[0], output, params)
     return output
 
 
 def by_torch(
-    group: Group,
-    query: torch.Tensor,
-    kv: KVTensors,
-    dtype: torch.dtype,
-    params: AttentionParams = AttentionParams(),  # noqa: B008 - a tuple
+    group: Group, query: torch.Tensor, kv: KVTensors, dtype: torch.dtype, params: AttentionParams
 ) -> torch.Tensor:
     """Return the attention to a group by torch, computed in a number format."""
     keys, values = (cache[0][group.blocks].to(dtype) for cache in (kv.keys, kv.values))
-    context = group.blocks.shape[1] * BLOCK_SIZE
-    mask = additive_mask(context, group.positions, group.limits, group.extra, params.window, dtype)
+    context, limits = group.blocks.shape[1] * BLOCK_SIZE, group.limits_of(params)
+    mask = additive_mask(context, group.positions, limits, group.extra, params.window, dtype, params.first)
     mask = mask.repeat(1, 1, len(query) // kv.keys[0].shape[2], 1)
     return attend_to_gathered(group.rows, group.length, query.to(dtype), keys, values, mask, params)
 

@@ -15,7 +15,6 @@ from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.execution.kv_tensors import KVTensors
-from engine.models.causal_lm import CausalLM
 from engine.params import SamplingParams
 from engine.protocols import ProposeRow, Request, run_in_process
 from tests.gpu.models import random_model
@@ -23,18 +22,15 @@ from tests.gpu.models import random_model
 BLOCK_SIZE = 16
 CELLS = ((1, 1, 1024), (1, 5, 1024), (8, 1, 1024), (8, 5, 1024), (32, 5, 1024), (1, 1, 8192), (32, 5, 8192))
 """Rows, tokens per row and committed tokens before them."""
-WIDE_CELLS = ((64, 1, 1024), (64, 5, 1024), (128, 1, 1024), (256, 1, 1024), (1, 9, 1024))
-PROMPTS = (1024, 4096, 8192)
 PARAMS = {
     "T=0": SamplingParams(temperature=0),
     "T=0.7": SamplingParams(temperature=0.7, seed=1),
     "top-p": SamplingParams(temperature=0.7, top_p=0.9, seed=1),
 }
-_COPY_BYTES = 1 << 30
 _NUM_TIMED = 10
 
 
-def bandwidth(device: str, *, num_bytes: int = _COPY_BYTES) -> dict[str, Any]:
+def bandwidth(device: str, *, num_bytes: int) -> dict[str, Any]:
     """Measure how fast the device's memory is read, and copied (bytes read and written)."""
     source = torch.ones(num_bytes // 2, dtype=torch.bfloat16, device=device)
     copy = torch.empty_like(source)
@@ -69,30 +65,6 @@ def passes(device: str, shape: str, *, cells: tuple[tuple[int, int, int], ...] =
     yield {"cell": f"{shape}: kernels of 1 x 5 tokens", **kernels(backend, make_batch(1, 5, 1024, kv))}
 
 
-def prompts(device: str, shape: str, *, lengths: tuple[int, ...] = PROMPTS) -> Iterator[dict[str, Any]]:
-    """Yield the time of a pass over a prompt, and its parts by the profiler; the first one beside 8 chains, too."""
-    backend = make_backend(shape, device, EngineConfig())
-    widths = [_blocks(0, length) for length in lengths]
-    kv = backend.allocate_kv(1 + max(widths) + 8 * _blocks(1024, 5), BLOCK_SIZE)
-    backend.warm_up()
-    cells = {}
-    for length, width in zip(lengths, widths, strict=True):
-        cells[f"{shape}: a prompt of {length}"] = [ForwardRow([7] * length, 0, range(1, 1 + width), 1)]
-    starts = range(1 + max(widths), 1 + max(widths) + 8 * _blocks(1024, 5), _blocks(1024, 5))
-    chains = [ForwardRow([7] * 5, 1024, range(start, start + _blocks(1024, 5)), 5) for start in starts]
-    first = ForwardRow([7] * lengths[0], 0, range(1, 1 + widths[0]), 1)
-    cells[f"{shape}: a prompt of {lengths[0]} beside 8 x 5 tokens at 1024"] = [*chains, first]
-    for cell, rows in cells.items():
-        batch = build(rows, kv)
-        device_s, host_s = device_and_host_seconds(backend, batch)
-        yield {
-            "cell": cell,
-            "pass_ms": round(device_s * 1e3, 3),
-            "launch_ms": round(host_s * 1e3, 3),
-            **parts(backend, batch),
-        }
-
-
 def chains(device: str, shape: str, *, context: int = 1024, ks: tuple[int, ...] = (4, 8)) -> Iterator[dict[str, Any]]:
     """Yield what a draft of k tokens costs by parameters, and how often the host waits for the device."""
     for k in ks:
@@ -121,11 +93,8 @@ def dtype_of_passes(device: str) -> torch.dtype:
 
 def make_backend(shape: str, device: str, engine: EngineConfig, *, invariant: bool = True) -> Any:
     """Return a random model's backend, whose graphs are those of a configuration."""
-    return backend_of(random_model(shape, torch.device(device), dtype_of_passes(device)), engine, invariant=invariant)
-
-
-def backend_of(model: CausalLM, engine: EngineConfig, *, invariant: bool = True) -> Any:
-    if model.device.type == "cpu":
+    model = random_model(shape, torch.device(device), dtype_of_passes(device))
+    if device == "cpu":
         return EagerBackend(model)
     from engine.execution.cuda.cuda_backend import CudaBackend
 
@@ -183,22 +152,6 @@ def kernels(backend: Backend, batch: ForwardBatch) -> dict[str, Any]:
             f"{event.self_device_time_total / 1e3:.3f} ms in {event.count} x {event.key[:60]}" for event in events[:8]
         ],
     }
-
-
-def parts(backend: Backend, batch: ForwardBatch) -> dict[str, float]:
-    """Return the milliseconds of a pass's kernels (on a CPU, operators): products, attention, and the rest."""
-    activity = torch.profiler.ProfilerActivity
-    is_gpu = backend.device.type == "cuda"
-    with torch.profiler.profile(activities=[activity.CUDA if is_gpu else activity.CPU]) as profile:
-        backend.run(batch)
-        backend.wait()
-    sums = dict.fromkeys(("products_ms", "attention_ms", "rest_ms"), 0.0)
-    for event in profile.key_averages():
-        name, microseconds = event.key.lower(), event.self_device_time_total if is_gpu else event.self_cpu_time_total
-        is_attention = any(word in name for word in ("attend", "attention", "_merge_kernel"))
-        is_product = any(word in name for word in ("multiply", "gemm", "nvjet", "xmma", "cutlass", "aten::mm", "addmm"))
-        sums["attention_ms" if is_attention else "products_ms" if is_product else "rest_ms"] += microseconds / 1e3
-    return {name: round(number, 3) for name, number in sums.items()}
 
 
 def count_waits(work: Callable[[], object]) -> int:

@@ -20,12 +20,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-SLOW = {"loading"}  # several processes import torch
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in SLOW else ()) for name in sorted(STAGES)]
-)
+@pytest.mark.parametrize("name", STAGES)
 def test_every_stage_has_a_dry_run(name):
     _, run = STAGES[name]
     readings = list(run("cpu", True))

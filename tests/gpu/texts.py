@@ -11,9 +11,6 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig, make_pair
-from engine.drafting.model.chain_drafter import ModelDrafter
-from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
 from engine.models.loader import load_model
@@ -21,8 +18,7 @@ from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import Drafter, NoDrafter
 from tests.bench.workload import OWN_PROMPTS
-from tests.engine.running import make_engine, run
-from tests.fakes import InterruptedDrafter, TreeDrafter
+from tests.engine.running import drafters, make_engine, run
 
 PARAMS = (
     SamplingParams(temperature=0),
@@ -61,16 +57,14 @@ def load_pair(device: str, dtype: str) -> Pair:
     return Pair(make_backend(load_model(target), target), make_backend(load_model(draft), draft))
 
 
-def drafters(pair: Pair) -> dict[str, MakeDrafter]:
-    vocab = pair.target.info.vocab_size
+def ways_to_draft(pair: Pair) -> dict[str, MakeDrafter]:
+    made = drafters(pair.target, pair.draft, tokens=range(2, 200))
     return {
         "no draft": lambda _: NoDrafter(),
-        "draft": lambda config: ModelDrafter(DraftModel(pair.draft, token_limit=vocab), config),
-        "target as its own draft": lambda config: ModelDrafter(DraftModel(pair.target), config),
-        "running ahead": lambda config: InterruptedDrafter(
-            RunAheadDrafter(DraftModel(pair.draft, token_limit=vocab), config)
-        ),
-        "trees": lambda _: TreeDrafter(range(2, 200)),
+        "draft": made["a random draft"],
+        "target as its own draft": made["the target itself"],
+        "running ahead": made["running ahead, a random draft"],
+        "trees": made["trees"],
     }
 
 
@@ -79,10 +73,10 @@ def equal_texts(device: str, *, num_tokens: int) -> Iterator[dict[str, Any]]:
     reference, pair = load_pair("cpu", "float32"), load_pair(device, "float32")
     # A coupled text depends on the target alone; a text under the rejection rule depends on the draft as well.
     for verification, expected_by in (("coupled", "no draft"), ("rejection", "draft")):
-        expected_drafter = drafters(reference)[expected_by]
+        expected_drafter = ways_to_draft(reference)[expected_by]
         settings = {"num_tokens": num_tokens, "verification": verification}
         expected = generate(reference, expected_drafter, batch_size=1, **settings)
-        for name, make in drafters(pair).items():
+        for name, make in ways_to_draft(pair).items():
             for batch_size in BATCH_SIZES if verification == "coupled" or name == expected_by else ():
                 texts = generate(pair, make, batch_size=batch_size, **settings)
                 yield {"arm": f"{verification}, {name}, batch {batch_size}", **difference(expected, texts)}
@@ -91,7 +85,7 @@ def equal_texts(device: str, *, num_tokens: int) -> Iterator[dict[str, Any]]:
 def flips(device: str, *, num_tokens: int) -> Iterator[dict[str, Any]]:
     """Yield, in bfloat16, how many texts change with drafts, with the batch, and when tokens are computed again."""
     pair = load_pair(device, "bfloat16")
-    make = drafters(pair)
+    make = ways_to_draft(pair)
     plain = generate(pair, make["no draft"], batch_size=1, num_tokens=num_tokens)
     few_blocks = {"num_blocks": 8 + num_tokens // 4, "enable_prefix_caching": False}
     arms: dict[str, tuple[str, dict[str, Any]]] = {

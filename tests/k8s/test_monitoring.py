@@ -1,15 +1,50 @@
-"""Alerts fire when they should and not otherwise; dashboard and alerts name metrics that the server has."""
+"""Alerts fire when they should and not otherwise; the dashboard's queries have data in the series of a server."""
 
+import json
+import re
+import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
 
-from tests.k8s.manifests import K8S
-from tests.k8s.monitoring import PROMTOOL, WITHOUT_PROMETHEUS, rule_groups, write_rules
+from deployments.observe.metrics import IngressMetrics, ReplicaMetrics, RouterMetrics, exposition
+from tests.deployments.fakes import Rig
+from tests.k8s.manifests import K8S, Manifest
 
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=WITHOUT_PROMETHEUS)
+FOLDER = K8S / "components" / "monitoring"
+PROMTOOL = shutil.which("promtool")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is in Debian's package prometheus")
+
+
+def rule_groups() -> Manifest:
+    """Return the groups of alerts, as Prometheus reads them from a file."""
+    rule: Manifest = yaml.safe_load((FOLDER / "alerts.yaml").read_text())
+    groups: Manifest = rule["spec"]
+    return groups
+
+
+def write_rules(folder: Path) -> Path:
+    """Write the alerts for Prometheus' programs."""
+    path = folder / "rules.yaml"
+    path.write_text(yaml.safe_dump(rule_groups()))
+    return path
+
+
+def tried(test: dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Whether promtool finds what a unit test of the rules expects, and what it says."""
+    path, every_minute = folder / "test.yaml", {"interval": "1m"}
+    rules = {"rule_files": [str(write_rules(folder))], "evaluation_interval": "1m", "tests": [test | every_minute]}
+    path.write_text(yaml.safe_dump(rules))
+    ran = subprocess.run([str(PROMTOOL), "test", "rules", path], capture_output=True, text=True, check=False)
+    return ran.returncode == 0, ran.stdout + ran.stderr
+
 
 LABELS = 'namespace="ml"'
 WANTED = f'ray_serve_autoscaling_desired_replicas{{{LABELS}, deployment="Router"}}'
@@ -74,19 +109,11 @@ def firing(alert: str, changes: list[dict[str, str]], folder: Path) -> bool:
     """Whether an alert fires half an hour after these series have begun, by promtool's own evaluation."""
     changed = {name(entry) for entry in changes}
     kept = [entry for entry in HEALTHY if name(entry) not in changed]
-    rules = write_rules(folder)
-    test = {
-        "input_series": [*kept, *changes],
-        "interval": "1m",
-        # Nothing may fire: promtool fails, and lists what does.
-        "alert_rule_test": [{"eval_time": "30m", "alertname": alert, "exp_alerts": []}],
-    }
-    path = folder / "test.yaml"
-    path.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": [test]}))
-    ran = subprocess.run([str(PROMTOOL), "test", "rules", path], capture_output=True, text=True, check=False)
-    output = ran.stdout + ran.stderr
-    assert ran.returncode == 0 or f'alertname="{alert}"' in output, output
-    return ran.returncode != 0
+    # Nothing may fire: promtool fails, and lists what does.
+    alerts = [{"eval_time": "30m", "alertname": alert, "exp_alerts": []}]
+    is_calm, output = tried({"input_series": [*kept, *changes], "alert_rule_test": alerts}, folder)
+    assert is_calm or f'alertname="{alert}"' in output, output
+    return not is_calm
 
 
 def name(entry: dict[str, str]) -> str:
@@ -115,3 +142,51 @@ def test_every_alert_is_tried_and_explained() -> None:
     assert alerts == TROUBLES.keys()
     readme = (K8S / "README.md").read_text()
     assert [alert for alert in alerts if f"`{alert}`" not in readme] == []
+
+
+RAYS = (
+    "serve_autoscaling_desired_replicas",
+    "serve_autoscaling_target_replicas",
+    "serve_deployment_replica_healthy",
+)
+"""What Ray's exporter adds, each with the prefix `ray_`."""
+
+
+def exposed() -> list[dict[str, str]]:
+    """The series of a Router whose drafts were lost and prepared in vain, of an Ingress, and of Ray's exporter."""
+    rig, ingress = Rig(), IngressMetrics()
+    rig.engine.stats.observe_draft(3, 2)
+    rig.engine.stats.num_rounds_by_length[3, "goodput"] += 1
+    rig.remote_drafter.fallbacks["absent"] += 1
+    preparing: Any = SimpleNamespace(hits=1, misses=Counter(late=1), num_forwards=1, num_wasted=1)
+    rig.remote_drafter.run_ahead = preparing
+    router = RouterMetrics(rig.engine, rig.remote_drafter, rig.remote_verifier, has_draft=True)
+    router.observe_finished("length", 0.1)
+    ingress.resubmissions["router_lost"] += 1
+    replicas = [ReplicaMetrics("router", router.collect()), ReplicaMetrics("ingress", ingress.collect())]
+    families = text_string_to_metric_families(exposition(replicas, "paceline").decode())
+    samples = [sample for family in families for sample in family.samples]
+    rays = [series(f"ray_{name}", "0+1x40", deployment="Router") for name in RAYS]
+    return [*(series(sample.name, "0+1x40", **sample.labels) for sample in samples), *rays]
+
+
+def test_rays_metrics_are_still_rays() -> None:
+    sources = "".join(path.read_text() for path in Path(serve.__file__).parent.glob("_private/*.py"))
+    assert [name for name in RAYS if f'"{name}"' not in sources] == []
+
+
+@needs_promtool
+async def test_every_query_of_the_dashboard_has_data_and_every_metric_of_an_alert_exists(tmp_path: Path) -> None:
+    known = exposed()
+    panels = json.loads((FOLDER / "dashboard.json").read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    asked = [query.replace("$__rate_interval", "5m").replace("$namespace", "ml") for query in queries]
+    has_data = [{"labels": "{}", "value": 1}]
+    expected = [
+        {"expr": f"count(({query}) > -Inf) > bool 0", "eval_time": "30m", "exp_samples": has_data} for query in asked
+    ]
+    is_right, output = tried({"input_series": known, "promql_expr_test": expected}, tmp_path)
+    assert is_right, output
+    alerts = [rule["expr"] for group in rule_groups()["groups"] for rule in group["rules"]]
+    named = {found for rule in alerts for found in re.findall(r"\b(?:vllm:|paceline:|ray_)\w+", rule)}
+    assert named - {name(entry) for entry in known} == set()

@@ -29,9 +29,7 @@ from engine.params import SamplingParams
 from engine.verification.decider import paths
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting.model.test_translated import Foreign
-from tests.engine.drafting.proposing import Counting, Failing, context_model, propose, row
-from tests.engine.drafting.trees.test_run_ahead_trees import target_path
-from tests.engine.drafting.trees.test_tree_drafter import check
+from tests.engine.drafting.proposing import Counting, Failing, check, context_model, propose, row, target_path
 
 K = 4
 MODEL = context_model(1)

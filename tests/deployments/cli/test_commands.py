@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from deployments.cli import chat_session, commands, serve
+from deployments.cli import commands, serve
 from deployments.cli.commands import app
 from tests.deployments.cli.http_stand_in import stand_in
 
@@ -50,23 +50,6 @@ def test_serve_hands_on_settings_and_the_demo(monkeypatch: pytest.MonkeyPatch) -
     for words in (["a=1", "--port", "1", "b=2", "--host", "h", "--demo"], []):
         assert CliRunner().invoke(app, ["serve", *words]).exit_code == 0
     assert told == [({"a": "1", "b": "2", "page": "demo"}, "h", 1), ({}, "127.0.0.1", 8000)]
-
-
-def test_complete_hands_on_its_options_and_reads_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    class Session:
-        def __init__(self, *arguments: object, **fields: object) -> None:
-            asked.append((arguments, fields))
-
-        def ask(self, path: str, prompt: str) -> None:
-            asked.append((path, prompt))
-
-    monkeypatch.setattr(chat_session, "ChatSession", Session)
-    words = ["complete", "-", "--url", "http://x", "--api-key", "k", "--seed", "7", "--temperature", "0"]
-    assert CliRunner().invoke(app, words, input="Call me").exit_code == 0
-    fields = {"max_tokens": 256, "temperature": 0.0, "seed": 7}
-    assert asked == [(("http://x", "k"), fields), ("/v1/completions", "Call me")]
 
 
 @pytest.mark.parametrize("command", ["evaluate", "load"])

@@ -76,11 +76,3 @@ def test_elsewhere_nothing_is_asked_or_shown(
     with start_progress(logging.Logger("of the test")):
         pass
     assert capsys.readouterr().err == ""
-
-
-def test_an_error_of_the_start_passes_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr(progress, "serve", SimpleNamespace(status=lambda: SimpleNamespace(applications={})))
-    with pytest.raises(SystemExit), start_progress(logging.Logger("of the test")):
-        sys.exit(1)
-    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]

@@ -7,7 +7,7 @@ import pytest
 
 from deployments.config import AppConfig
 from deployments.diagnosis import machine
-from deployments.diagnosis.machine import gpu_finding, machine_findings, port_finding, size_text
+from deployments.diagnosis.machine import gpu_finding, machine_findings, port_finding
 
 
 def levels(config: AppConfig | None = None) -> dict[str, str]:
@@ -52,7 +52,3 @@ def test_gpus_that_torch_does_not_see_are_an_error(monkeypatch):
     assert gpu_finding().level == "ok"
     monkeypatch.setattr(machine, "this_machine", lambda: ({"CPU": 2.0, "GPU": 2.0}, {}))
     assert gpu_finding().level == "error"
-
-
-def test_sizes_are_short():
-    assert [size_text(2**25), size_text(3 * 2**29)] == ["32 MiB", "1.5 GiB"]

@@ -5,7 +5,6 @@ import httpx
 import pytest
 
 from deployments.diagnosis import running
-from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.http_client import Client
 from engine.control.judge import PROBLEMS
 from tests.deployments.diagnosis.fake import FakePaceline
@@ -17,17 +16,38 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running.time, "perf_counter", lambda: float(next(ticks)))
 
 
-def found(server: FakePaceline) -> dict[str, Finding]:
-    return {finding.subject: finding for finding in running.server_findings(server.client)}
+ROUNDS = 'paceline:rounds_by_draft_length_total{num_draft_tokens="4",reason="goodput",replica="r1"}'
+COMPILING = {"compiling": {"done": 1, "of": 6, "left_s": 40}}
+OF_NO_USE = {'paceline:draft_problem{problem="low_acceptance"}': 1, 'paceline:draft_problem{problem="unused"}': 0}
+FINDINGS = [
+    # Three tokens in the time of three rounds are as fast as plain, as the clock measures.
+    ({"draft_s": 3.0}, {}, "speed-up", "ok", "measured speed-up 1.00, predicted 1.00; 3.00 tokens a round"),
+    ({}, {}, "speed-up", "warning", "outside the rounds"),
+    ({}, {}, "acceptance", "ok", "by position 100%, 100%"),
+    ({}, {}, "drafts", "ok", "in 100%"),
+    ({"length": "0", "reason": "off"}, {ROUNDS: 1e6}, "drafts", "warning", "speculation is off"),
+    ({"length": "0"}, {ROUNDS: 1e6}, "drafts", "warning", "do not pay"),
+    ({}, OF_NO_USE, "drafts", "warning", PROBLEMS["low_acceptance"]),
+    ({}, {'paceline:drafter_fallbacks_total{reason="absent"}': 1e6}, "draft worker", "warning", "1000000 absent"),
+    ({}, {}, "pace", "ok", "3 tokens/s without drafts"),
+    ({"num_parameters": 5_500_000}, {}, "pace", "warning", "6 M weights allow 19: read"),
+    ({"compiling": COMPILING}, {}, "pace", "warning", "measure once it is compiled, in 40 s"),
+    ({}, {"paceline:target_recoveries_total": 2}, "recoveries", "warning", "the Router's log"),
+    ({}, {"vllm:num_requests_waiting": 7}, "queue", "warning", "max_replicas"),
+    ({"is_ready": False}, {}, "health", "error", "recovering"),
+]
+"""How a server is, what it has counted, and the subject, level and words of a finding."""
 
 
-def test_a_server_that_is_well(server: FakePaceline):
-    server.draft_s = 3.0  # three tokens in the time of three rounds: as fast as plain, as the clock measures
-    findings = found(server)
-    assert [name for name, one in findings.items() if one.level != "ok"] == []
-    assert "measured speed-up 1.00, predicted 1.00; 3.00 tokens a round" in findings["speed-up"].found
-    assert findings["acceptance"].found == "by position 100%, 100%"
-    assert findings["drafts"].found.startswith("in 100%")
+@pytest.mark.parametrize(("fields", "counted", "subject", "level", "words"), FINDINGS)
+def test_a_server_is_judged(server: FakePaceline, fields, counted, subject, level, words):
+    for name, value in fields.items():
+        setattr(server, name, value)
+    for name, value in counted.items():
+        server.count(name, value)
+    (finding,) = (finding for finding in running.server_findings(server.client) if finding.subject == subject)
+    assert finding.level == level
+    assert words in f"{finding.found}: {finding.advice}"
 
 
 def test_tokens_of_the_first_chunk_are_not_timed(server: FakePaceline):
@@ -38,46 +58,7 @@ def test_tokens_of_the_first_chunk_are_not_timed(server: FakePaceline):
     assert (figures.num_tokens, figures.seconds, figures.num_accepted) == (29, 10, pytest.approx(64 / 3))
 
 
-def test_a_speed_up_that_clients_do_not_get_is_a_warning(server: FakePaceline):
-    assert found(server)["speed-up"].level == "warning"
-
-
-def test_a_pace_far_below_what_the_weights_allow_is_a_warning_and_eager_passes_are_named(server: FakePaceline):
-    pace = found(server)["pace"]
-    assert (pace.level, pace.found) == ("ok", "3 tokens/s without drafts")
-    server.num_parameters = 5_500_000
-    pace = found(server)["pace"]
-    assert (pace.level, pace.advice[:26]) == ("warning", "6 M weights allow 19: read")
-    server.num_parameters, server.compiling = 10**9, {"compiling": {"done": 1, "of": 6, "left_s": 40}}
-    pace = found(server)["pace"]
-    assert (pace.level, pace.advice) == ("warning", "measure once it is compiled, in 40 s")
-    server.num_parameters = None
-    assert found(server).keys() & {"pace", "speed-up"} == {"speed-up"}
-
-
-@pytest.mark.parametrize(("reason", "why"), [("off", "speculation is off"), ("goodput", "do not pay")])
-def test_unused_drafts_are_explained(server: FakePaceline, reason, why):
-    server.count('paceline:rounds_by_draft_length_total{num_draft_tokens="4",reason="goodput",replica="r1"}', 1e6)
-    server.length, server.reason = "0", reason
-    drafts = found(server)["drafts"]
-    assert (drafts.level, why in drafts.advice) == ("warning", True)
-
-
-def test_recoveries_a_queue_rejections_and_lost_drafts_are_warnings(server: FakePaceline):
-    server.count("paceline:target_recoveries_total", 2)
-    server.count("vllm:num_requests_waiting", 7)
-    server.count('paceline:draft_problem{problem="low_acceptance"}', 1)
-    server.count('paceline:draft_problem{problem="unused"}', 0)
-    server.count('paceline:drafter_fallbacks_total{reason="absent"}', 1e6)
-    findings = found(server)
-    assert {name for name, one in findings.items() if one.level != "ok"} >= {"recoveries", "queue", "drafts"}
-    assert findings["drafts"].advice == PROBLEMS["low_acceptance"]
-    assert findings["draft worker"].found == "rounds without its answer: 1000000 absent"
-
-
-def test_a_server_that_is_not_ready_or_another_program_is_an_error(server: FakePaceline):
-    server.is_ready = False
-    assert found(server)["health"].level == "error"
+def test_another_program_is_an_error():
     other = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
     (finding,) = running.server_findings(Client("http://fake", transport=other))
     assert (finding.level, finding.subject) == ("error", "server")

@@ -3,14 +3,7 @@ import pytest
 
 from deployments.config import AppConfig
 from deployments.diagnosis import trial
-from deployments.diagnosis.trial import (
-    Figures,
-    read_texts,
-    speed_finding,
-    take_turns,
-    trial_findings,
-)
-from tests.models import save_model
+from deployments.diagnosis.trial import Figures, read_texts, speed_finding, take_turns, trial_findings
 
 PLAIN = Figures(num_tokens=100, seconds=10, num_rounds=100, round_s=10, num_accepted=0)
 DRAFTED = Figures(num_tokens=100, seconds=5, num_rounds=40, round_s=5, num_accepted=60)
@@ -49,18 +42,6 @@ def test_the_bundled_pair_is_tried():
     (finding,) = trial_findings(AppConfig())
     assert finding.subject == "trial"
     assert float(finding.found.split("; ")[1].split()[0]) > 2, "tokens a round"
-
-
-def test_a_trial_decodes_in_both_ways(monkeypatch, tmp_path):
-    monkeypatch.setattr(trial, "take_turns", lambda decode: [decode("This PEP", 0, way) for way in (False, True)])
-    monkeypatch.setattr(trial, "speed_finding", lambda subject, *ways: ways)
-    ((plain, drafted),) = trial_findings(AppConfig())
-    assert (plain.num_tokens, plain.num_rounds, plain.num_accepted) == (64, 63, 0)
-    assert drafted.num_rounds + drafted.num_accepted >= 63
-    assert drafted.num_accepted > 0
-    short = save_model(tmp_path, seed=1, layers=1, hidden=32, max_position_embeddings=128)
-    ((plain, _),) = trial_findings(AppConfig.model_validate({"target_model": short}))
-    assert plain.num_tokens == 64
 
 
 def test_a_trial_that_makes_no_sense_is_left_out(monkeypatch):

@@ -28,9 +28,9 @@ class Routers:
         self.refused[reason] += 1
 
 
-def is_full(admission: Admission) -> bool:
+def is_full(admission: Admission, owner: str = "") -> bool:
     try:
-        admission.check()
+        admission.check(owner)
     except QueueFullError:
         return True
     return False
@@ -44,22 +44,6 @@ def test_requests_that_are_being_prepared_take_room() -> None:
             assert is_full(admission)
         assert not is_full(admission)
     assert not admission._preparing
-
-
-def test_a_part_of_a_place_is_one() -> None:
-    routers = Routers()
-    routers.free = 0.5
-    assert not is_full(Admission(routers))
-    routers.free = 0.0
-    assert is_full(Admission(routers))
-
-
-def test_a_refusal_says_when_to_come_again() -> None:
-    routers = Routers()
-    routers.free = -3.0
-    with pytest.raises(QueueFullError) as error:
-        Admission(routers).check()
-    assert error.value.retry_after_s == 7
 
 
 def test_a_request_that_was_submitted_is_counted_by_the_routers_only() -> None:
@@ -99,43 +83,28 @@ async def test_other_tasks_run_between_the_beginnings_of_two_requests() -> None:
     assert all(later - earlier > 1 for earlier, later in itertools.pairwise(begun))
 
 
-# Whose requests they are.
-
-
-def opened(admission: Admission, stack: ExitStack, **counts: int) -> None:
-    for owner, count in counts.items():
-        for _ in range(count):
+@pytest.mark.parametrize(
+    ("opened", "full"),
+    [
+        ({"a": 3, "b": 1}, "a"),
+        ({"a": 2}, "a"),  # alone it has no more room than there is
+        ({"a": 4, "b": 1}, "abc"),  # nobody has more than twice the queues
+    ],
+)
+def test_an_owner_below_the_mean_has_room_in_a_full_queue(opened: dict[str, int], full: str) -> None:
+    admission = Admission(Routers())
+    with ExitStack() as stack:
+        for owner in "".join(owner * count for owner, count in opened.items()):
             stack.enter_context(admission.preparing(owner))
+        assert [owner for owner in "abc" if is_full(admission, owner)] == [*full]
+    assert admission._open == Counter()
 
 
-def refused(admission: Admission, owners: str) -> str:
-    """Which of these owners find no room."""
-    full = ""
-    for owner in owners:
-        try:
-            admission.check(owner)
-        except QueueFullError:
-            full += owner
-    return full
-
-
-def test_an_owner_below_the_mean_has_room_in_a_full_queue() -> None:
-    admission = Admission(Routers())
-    with ExitStack() as stack:
-        opened(admission, stack, a=3, b=1)
-        assert refused(admission, "abc") == "a"
-    assert (refused(admission, "abc"), admission._open) == ("", Counter())
-
-
-def test_an_owner_alone_has_no_more_room_than_there_is() -> None:
-    admission = Admission(Routers())
-    with ExitStack() as stack:
-        opened(admission, stack, a=2)
-        assert refused(admission, "ab") == "a"
-
-
-def test_nobody_has_more_room_than_twice_the_queues() -> None:
-    admission = Admission(Routers())
-    with ExitStack() as stack:
-        opened(admission, stack, a=4, b=1)
-        assert refused(admission, "abc") == "abc"
+def test_a_part_of_a_place_is_a_place_and_a_refusal_says_when_to_come_again() -> None:
+    routers = Routers()
+    routers.free = 0.5
+    assert not is_full(Admission(routers))
+    routers.free = 0.0
+    with pytest.raises(QueueFullError) as error:
+        Admission(routers).check()
+    assert error.value.retry_after_s == 7

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 
 import httpx
 import pytest
@@ -47,15 +46,6 @@ def test_only_values_count() -> None:
         check_size(json.dumps(value).encode(), "it")
 
 
-def test_counting_takes_no_longer_than_reading() -> None:
-    for content in (b'"', b'["', b'"\\', b"[", b'""', b'"a",', b"\\"):
-        started = time.perf_counter()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(body, "MAX_VALUES", 2**30)
-            check_size(content * (2**18 // len(content)), "it")
-        assert time.perf_counter() - started < 2.0  # quadratic: half a minute
-
-
 async def test_large_bodies_take_turns_and_small_ones_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     monkeypatch.setattr(body, "_parse", lambda content: order.append(len(content)))
@@ -67,28 +57,6 @@ async def test_large_bodies_take_turns_and_small_ones_do_not_wait(monkeypatch: p
     large[1].cancel()  # nobody waits for it
     await asyncio.wait(large)
     assert order == [len(LARGE), 2, len(LARGE) + 2, len(LARGE) + 3]
-
-
-@pytest.mark.parametrize(
-    ("path", "content", "param"),
-    [
-        ("/v1/completions", {"prompt": ["a"] * 65}, "prompt"),
-        ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 1025}, "messages"),
-        ("/detokenize", {"tokens": [1] * 513}, "tokens"),
-        # The first wrong item is the one that is named.
-        ("/v1/completions", {"prompt": [[]] * 10_000}, "prompt.0"),
-        ("/v1/chat/completions", {"messages": [{"role": "x"}] * 5000}, "messages.0.role"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 60_000}]}, "messages.0.content.0"),
-        ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages.0.role"),
-        ("/detokenize", {"tokens": [-1] * 100_000}, "tokens.0"),
-    ],
-)
-async def test_a_list_that_is_too_long_or_wrong_is_named(
-    client: httpx.AsyncClient, path: str, content: dict[str, object], param: str
-) -> None:
-    response = await client.post(path, json=content)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
 @pytest.mark.parametrize("field", [None, "logit_bias", "stream_options"])

@@ -3,21 +3,18 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from deployments.config import AppConfig
-from deployments.ingress.event_ids import HEADER, MAX_CHOICES, EventId, EventIds, read_id
-from deployments.openai.writer import Choice
+from deployments.ingress.event_ids import HEADER, MAX_CHOICES, read_id
 from engine.errors import RequestError
-from engine.protocols import RequestOutput, TokenLogprobs
 from tests.deployments.conftest import client_of, make_app, make_client
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY
-from tests.deployments.templates import HERMES, THINKING
+from tests.deployments.templates import THINKING
 
 SHOWN = [
     "text",
@@ -114,62 +111,6 @@ async def check_all_events(client: httpx.AsyncClient, name: str) -> None:
         if name == "responses":
             numbers = [json.loads(data)["sequence_number"] for data, _ in whole[:count] + rest]
             assert numbers == list(range(len(numbers)))
-
-
-@pytest.mark.parametrize("name", ["two choices", "a call", "responses"])
-async def test_a_stream_may_be_continued_twice(name: str, routers: LocalRouters, tmp_path: Path) -> None:
-    async with client_of(HERMES, routers, tmp_path) as client:
-        whole = await stream(client, name)
-        first = len(whole) // 3
-        rest = await stream(client, name, whole[first - 1][1])
-        for count in (1, len(rest) // 2, len(rest) - 1):
-            last = await stream(client, name, rest[count - 1][1])
-            assert texts(whole[:first] + rest[:count] + last) == texts(whole), rest[count - 1][1]
-
-
-def grouped(size: int) -> list[RequestOutput]:
-    """Twelve tokens of two characters each, in rounds of this size."""
-    rounds = []
-    for first in range(0, 12, size):
-        ids = list(range(first, min(first + size, 12)))
-        scores = [TokenLogprobs(-float(token), 1, [], []) for token in ids]
-        reason: Any = "length" if ids[-1] == 11 else None
-        text = "".join(f"{token:02}" for token in ids)
-        rounds.append(RequestOutput("a-0", ids, text, reason, None, scores, 1, 0, 4, len(ids) - 1))
-    return rounds
-
-
-def event_writer(written: list[RequestOutput]) -> Any:
-    """Writes an event for each piece, and notes it."""
-
-    def chunk(choice: Choice, output: RequestOutput) -> str:
-        written.append(output)
-        return "data: x\n\n"
-
-    return SimpleNamespace(choices=[Choice(0, [1])], opening=str, chunk=chunk)
-
-
-@pytest.mark.parametrize(("size", "other_size"), [(1, 5), (2, 3), (3, 2), (5, 4), (12, 1), (3, 12)])
-def test_a_round_is_cut_where_the_last_event_was(size: int, other_size: int) -> None:
-    answer, num_tokens = EventId("cmpl-" + "0" * 32, 1, 2, "0" * 12), 0
-    ids = EventIds(event_writer([]), answer)
-    ids.opening()
-    for output in grouped(size):
-        num_tokens += len(output.token_ids)
-        event_id = ids.piece(0, [output]).rpartition("id: ")[2].strip()
-        written: list[RequestOutput] = []
-        again = EventIds(event_writer(written), read_id(event_id, 1), is_continued=True)
-        left: list[RequestOutput] = []
-        for other in grouped(other_size):
-            for choice, rounds in again.pieces({0: [other]}):
-                left += rounds if again.piece(choice, rounds) else []
-        assert [token for output in written for token in output.token_ids] == list(range(12))
-        assert [token for part in left for token in part.token_ids] == list(range(num_tokens, 12))
-        assert "".join(part.text for part in left) == "".join(f"{token:02}" for token in range(num_tokens, 12))
-        scores = [entry.logprob for part in left for entry in part.logprobs or ()]
-        assert scores == [-float(token) for token in range(num_tokens, 12)]
-        assert [part.finish_reason for part in left][-1:] == (["length"] if num_tokens < 12 else [])
-        assert all(part.num_accepted_tokens <= len(part.token_ids) for part in left)
 
 
 async def test_a_text_that_differs_is_an_error_and_not_a_splice(client: httpx.AsyncClient) -> None:

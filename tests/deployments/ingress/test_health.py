@@ -7,7 +7,7 @@ import httpx
 from deployments.config import AppConfig
 from engine.config import CompileProgress
 from tests.deployments.conftest import make_app, make_client
-from tests.deployments.fakes import LocalOutputs, LocalRouters, Rig, generation
+from tests.deployments.fakes import LocalRouters, Rig
 
 
 async def until(client: httpx.AsyncClient, path: str, status: int) -> httpx.Response:
@@ -55,14 +55,3 @@ async def test_a_server_that_is_stuck_is_live_and_not_ready(client: httpx.AsyncC
     assert (await until(client, "/ready", 503)).json()["error"]["message"] == "the round loop has ended"
     assert (await client.get("/health")).json()["routers"][0]["ready"] is False
     assert (await client.get("/live")).status_code == 200
-
-
-async def test_head_is_get_without_a_body_and_no_route_waits_for_a_router(client: httpx.AsyncClient, rig: Rig) -> None:
-    await until(client, "/ready", 200)
-    rig.verifier.gate.clear()
-    stream = LocalOutputs(rig.loop, generation())
-    async with asyncio.timeout(5):
-        for path in ("/live", "/ready", "/health"):
-            assert (await client.get(path)).status_code == (await client.head(path)).status_code == 200
-    rig.verifier.gate.set()
-    await stream.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import httpx
 import pytest
 
 from deployments.config import AppConfig, Limits, ingress_config
@@ -69,12 +68,3 @@ async def test_an_ingress_that_cannot_find_out_what_is_served_is_replaced(
     await asyncio.wait([ingress._serving])
     with pytest.raises(AttributeError, match="base_url"):
         await ingress.check_health()
-
-
-async def test_a_responses_request_is_refused_with_the_names_of_its_own_fields(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/responses", json={"input": "x", "max_output_tokens": 505})
-    error = response.json()["error"]
-    assert error["param"] == "max_output_tokens"
-    assert "max_output_tokens is 505, input has" in error["message"]
-    response = await client.post("/v1/responses", json={"input": "x", "model": "messages"})
-    assert "model is 'messages'" in response.json()["error"]["message"]

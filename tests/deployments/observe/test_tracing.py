@@ -18,14 +18,12 @@ from opentelemetry.trace import INVALID_SPAN, get_current_span
 from deployments.config import AppConfig
 from deployments.ingress import routes
 from deployments.observe import metrics, tracing
-from deployments.observe.metrics import IngressMetrics
-from deployments.routing.resumable_stream import ResumableStream
-from deployments.wire import Generation
 from engine.errors import TargetError
 from engine.sampling.grammar import Grammars
 from engine.stats.requests import RequestStats
 from tests.deployments.conftest import make_app, make_client
-from tests.deployments.fakes import LocalRouters, Rig, generation, rounds_of
+from tests.deployments.fakes import LocalRouters, Rig, generation, output, rounds_of
+from tests.deployments.routing.test_resumable_stream import LAST, Routers
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 """W3C's example."""
@@ -67,7 +65,6 @@ async def test_a_requests_spans_are_one_trace(traced: httpx.AsyncClient, exporte
     assert list(spans) == ["queue", "prefill", "decode", "POST /v1/completions"]
     request = spans["POST /v1/completions"]
     assert request.context.trace_id == int(PARENT[3:35], 16)
-    assert request.parent is not None
     assert request.parent.span_id == int(PARENT[36:52], 16)
     assert dict(request.attributes or {}) == {
         "http.route": "/v1/completions",
@@ -81,15 +78,13 @@ async def test_a_requests_spans_are_one_trace(traced: httpx.AsyncClient, exporte
     for span, following in pairwise(sequence):
         assert span.end_time == following.start_time
     for span in sequence:
-        assert span.parent is not None
         assert (span.context.trace_id, span.parent.span_id) == (request.context.trace_id, request.context.span_id)
         assert (span.attributes or {})["sequence"].endswith("-0")
         assert request.start_time <= span.start_time <= span.end_time <= request.end_time  # type: ignore[operator]
 
 
 async def test_rounds_are_events_with_their_drafts(exporter: InMemorySpanExporter, rig: Rig) -> None:
-    rig.engine.request_stats.observe = widen(rig.engine.request_stats.observe)  # type: ignore[method-assign]
-    request = replace(generation(n=2, max_tokens=4, seed=1), traceparent=PARENT)
+    request = replace(generation(n=2, seed=1), traceparent=PARENT, predicted_token_ids=[22, 23, 28, 9, 9])
     async for _ in rounds_of(rig.loop, request):
         pass
     async for _ in rounds_of(rig.loop, replace(generation(), request_id="untraced")):
@@ -97,21 +92,12 @@ async def test_rounds_are_events_with_their_drafts(exporter: InMemorySpanExporte
     decodes = [span for span in exporter.get_finished_spans() if span.name == "decode"]
     assert [(span.attributes or {})["sequence"] for span in decodes] == ["request-0", "request-1"]
     for span in decodes:
-        assert [event.name for event in span.events] == ["round"] * 4
-        assert [dict(event.attributes or {}) for event in span.events] == [
-            {"tokens": 1, "draft_tokens": 3, "accepted_tokens": 2}
-        ] * 4
+        assert {event.name for event in span.events} == {"round"}
+        rounds: list[Any] = [event.attributes for event in span.events]
+        sums = {name: sum(figures[name] for figures in rounds) for name in rounds[0]}
+        assert sums == {"tokens": 8, "draft_tokens": 5, "accepted_tokens": 2}
         assert span.start_time == span.events[0].timestamp
         assert sorted(event.timestamp for event in span.events) == [event.timestamp for event in span.events]
-
-
-def widen(observe: Any) -> Any:
-    """Give every output a draft."""
-
-    def wide(batch: Any, outputs: Any, **times: float) -> None:
-        observe(batch, [replace(output, num_draft_tokens=3, num_accepted_tokens=2) for output in outputs], **times)
-
-    return wide
 
 
 async def test_a_request_that_never_ran_has_waited_only(exporter: InMemorySpanExporter, rig: Rig) -> None:
@@ -134,28 +120,17 @@ async def test_a_refusal_is_traced_and_a_probe_is_not(traced: httpx.AsyncClient,
 
 
 async def test_a_resubmission_is_an_event_of_the_requests_span(exporter: InMemorySpanExporter) -> None:
-    class Call:
-        def close(self, *, cancels: bool) -> None:
-            pass
-
-    requests: list[Generation] = []
-
-    def submit(request: Generation, stream: ResumableStream) -> Call:
-        requests.append(request)
-        return Call()
-
+    routers = Routers([[output(1)], TargetError("gone")], [[LAST]])
     with routes.make_tracer().start_as_current_span("request"):  # type: ignore[union-attr]
-        request = replace(generation(), traceparent=tracing.traceparent())
-        stream = ResumableStream(request, submit, lambda refusing: False, IngressMetrics())
-        stream._received = {0: [1, 2]}
-        stream._retry(TargetError("gone"))
-        stream._submit()
+        stream = routers.open(replace(generation(), traceparent=tracing.traceparent()))
+        while await stream.next():
+            pass
     (span,) = exporter.get_finished_spans()
     assert [(event.name, dict(event.attributes or {})) for event in span.events] == [
-        ("resubmission", {"reason": "target_lost", "tokens": 2})
+        ("resubmission", {"reason": "target_lost", "tokens": 1})
     ]
     ids = f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}"
-    assert [(sent.traceparent or "")[:-3] for sent in requests] == [ids, ids]
+    assert [(sent.traceparent or "")[:-3] for sent in routers.submitted] == [ids, ids]
 
 
 async def test_nothing_is_made_when_nobody_asks(config: AppConfig) -> None:
@@ -165,7 +140,6 @@ async def test_nothing_is_made_when_nobody_asks(config: AppConfig) -> None:
         response = await client.post("/v1/completions", json=BODY, headers={"traceparent": PARENT})
     await rig.loop.stop()
     assert response.status_code == 200
-    assert routers.last is not None
     assert routers.last.traceparent is None
     assert get_current_span() is INVALID_SPAN
     assert type(rig.engine.request_stats) is RequestStats
@@ -176,11 +150,8 @@ async def test_nothing_is_made_when_nobody_asks(config: AppConfig) -> None:
     [
         ({}, None),
         ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, None),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, "pip install opentelemetry-exporter-otlp-proto-http"),
-        (
-            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            "pip install opentelemetry-exporter-otlp-proto-grpc",
-        ),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, "exporter-otlp-proto-http"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "exporter-otlp-proto-grpc"),
     ],
 )
 def test_an_exporter_that_is_missing_is_named(
@@ -193,7 +164,7 @@ def test_an_exporter_that_is_missing_is_named(
         monkeypatch.setenv(name, value)
     with caplog.at_level(logging.WARNING, "ray.serve"):
         assert tracing.make_tracer() is None
-    assert [missing in message for message in caplog.messages] == ([] if missing is None else [True])
+    assert [f"pip install opentelemetry-{missing}" in text for text in caplog.messages] == [True] * bool(missing)
 
 
 def test_the_console_needs_no_package() -> None:

@@ -1,21 +1,16 @@
 """/v1/chat/completions through HTTP: a conversation and its answer."""
 
-import itertools
 import re
-from pathlib import Path
 
 import httpx
-import pytest
 
 from deployments.openai.chat import ChatCompletionRequest, ChatWriter
 from deployments.openai.message_parts import CallStart
-from deployments.openai.tools import MessageForm
 from deployments.openai.writer import Reply
 from deployments.prompts.message_forms import form_of
-from tests.deployments.conftest import client_of
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY, events
-from tests.deployments.templates import HERMES, THINKING, tokenizer_of
+from tests.deployments.templates import HERMES, tokenizer_of
 
 
 async def test_a_conversation_is_answered(client: httpx.AsyncClient) -> None:
@@ -35,7 +30,6 @@ async def test_a_conversation_takes_all_the_room_unless_told(client: httpx.Async
     body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
     response = await client.post("/v1/chat/completions", json={**body, "stop": "a"})
     assert response.status_code == 200
-    assert routers.last is not None
     assert routers.last.params.max_tokens == 512 - len(routers.last.prompts[0])
 
 
@@ -61,51 +55,3 @@ def test_a_call_has_an_id_of_its_own_that_depends_on_the_answer_alone() -> None:
     assert ids[0] == ids[1]
     assert len({*ids[0], *ids[2]}) == 4
     assert all(re.fullmatch("[a-z0-9]{9}", call_id) for call_id in ids[0])  # Mistral's templates refuse all others
-
-
-ANSWER = '<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-
-
-async def test_thoughts_text_and_calls_come_in_fields_of_their_own(
-    routers: LocalRouters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MessageForm, "thoughts_after", lambda form, prompt: None)  # the text is all that is said
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "n": 2, "logprobs": True}
-    body |= {"structured_outputs": {"choice": [ANSWER]}, "tools": tools}
-    async with client_of(THINKING, routers, tmp_path) as client:
-        wholes = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
-        chunks = await events(client, "/v1/chat/completions", **body, ignore_eos=None)
-    for whole in wholes:
-        message, chosen = (
-            whole["message"],
-            [c["choices"][0] for c in chunks if c["choices"][0]["index"] == whole["index"]],
-        )
-        assert (message["reasoning_content"], message["content"], whole["finish_reason"]) == (
-            "Hm.",
-            "I look.\n",
-            "tool_calls",
-        )
-        assert [call["function"] for call in message["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}]
-        deltas = [choice["delta"] for choice in chosen]
-        for name in ("reasoning_content", "content"):
-            assert "".join(delta.get(name, "") for delta in deltas) == message[name]
-        kinds = [
-            kind for kind, _ in itertools.groupby(next(iter(delta)) for delta in deltas[1:] if any(delta.values()))
-        ]
-        assert kinds == ["reasoning_content", "content", "tool_calls"]
-        scores = [entry for choice in chosen for entry in (choice["logprobs"] or {"content": []})["content"]]
-        assert "".join(entry["token"] for entry in scores).removesuffix("</s>") == ANSWER
-        assert len(scores) == len(whole["logprobs"]["content"])
-        assert chosen[-1]["finish_reason"] == "tool_calls"
-
-
-async def test_an_answer_begins_in_the_thoughts_that_the_prompt_opens(routers: LocalRouters, tmp_path: Path) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 8}
-    async with client_of(THINKING + "<think>\n", routers, tmp_path) as client:
-        (thinking,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
-        grammar = {"response_format": {"type": "json_object"}}  # begins after the thoughts
-        (json_object,) = (await client.post("/v1/chat/completions", json={**body, **grammar})).json()["choices"]
-    assert thinking["message"]["reasoning_content"]
-    assert thinking["message"]["content"] == ""
-    assert json_object["message"] == thinking["message"]

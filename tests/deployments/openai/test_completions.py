@@ -17,16 +17,6 @@ async def test_a_completion_has_openais_shape(client: httpx.AsyncClient) -> None
     assert "metrics" not in body
 
 
-async def test_a_stream_says_the_same_once_per_round(client: httpx.AsyncClient) -> None:
-    whole = await complete(client)
-    chunks = await events(client, "/v1/completions", prompt="abc")
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
-    assert len(chunks) == 8
-    assert len({chunk["id"] for chunk in chunks}) == 1
-    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * 7 + ["length"]
-    assert all("usage" not in chunk for chunk in chunks)
-
-
 async def test_usage_comes_last_without_choices_or_with_every_chunk(client: httpx.AsyncClient) -> None:
     options: dict[str, object] = {"include_usage": True, "continuous_usage_stats": None}
     *chunks, last = await events(client, "/v1/completions", prompt="abc", stream_options=options)
@@ -49,14 +39,6 @@ async def test_prompts_in_every_form(client: httpx.AsyncClient, prompt: object, 
     assert [choice["index"] for choice in body["choices"]] == list(range(num_choices))
     assert all(len(choice["token_ids"]) == 8 for choice in body["choices"])
     assert body["choices"][0]["prompt_token_ids"] == [64, 65]
-
-
-async def test_echo_puts_the_prompt_first(client: httpx.AsyncClient) -> None:
-    plain = await complete(client)
-    echoed = await complete(client, echo=True)
-    assert echoed["choices"][0]["text"] == "abc" + plain["choices"][0]["text"]
-    chunks = await events(client, "/v1/completions", prompt="abc", echo=True)
-    assert chunks[0]["choices"][0]["text"] == "abc"
 
 
 async def test_every_choice_of_every_prompt_has_its_own_echo(client: httpx.AsyncClient) -> None:

@@ -39,7 +39,6 @@ SWITCHED = "{{ messages[0].content }}{% if thinking is not defined %}{% set thin
         (SWITCHED, "none", "hiFalse"),
         (SWITCHED, "low", "hiTrue"),
         ("a {{ messages[0].content }}", "none", "a hi"),
-        ("a thinking {{ messages[0].content }}", "low", None),
         ("a thinking {{ messages[0].content }}", "none", None),
     ],
 )
@@ -67,7 +66,6 @@ async def prompt(http: httpx.AsyncClient, routers: LocalRouters, messages: Any =
     """The prompt of a chat completion, which must also be what /tokenize says."""
     sdk = make_sdk(http)
     await sdk.chat.completions.create(model="tiny", messages=messages, max_tokens=1, extra_body=fields)
-    assert routers.last is not None
     (ids,) = routers.last.prompts
     tokens = (await http.post("/tokenize", json={"messages": messages, **fields})).json()["tokens"]
     assert tokens == ids
@@ -78,7 +76,6 @@ async def prompt(http: httpx.AsyncClient, routers: LocalRouters, messages: Any =
     ("fields", "expected"),
     [
         ({}, BEGUN),
-        ({"add_generation_prompt": True}, BEGUN),
         ({"add_generation_prompt": False}, ASKED),
         ({"add_special_tokens": True}, BEGUN),  # this tokenizer adds none
         ({"chat_template_kwargs": {"enable_thinking": False}}, f"{BEGUN}no thoughts "),

@@ -14,9 +14,9 @@ from tests.deployments.fakes import VOCAB_SIZE, LocalRouters
 
 USER: Any = [{"role": "user", "content": "x"}]
 IMAGE: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
-LONG: Any = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}] * 100
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NO_NUMBER: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": math.nan}}}
 MOUSE = {"type": "json_schema", "schema": {"type": "mouse"}}
 PREDICTION = {"type": "content", "content": "a"}
 UNIQUE = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
@@ -39,9 +39,10 @@ def part(**fields: Any) -> dict[str, Any]:
 REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
     "/v1/completions": [
         ({"prompt": []}, "prompt", ""),
-        ({"prompt": [[]]}, "prompt.0", ""),
-        ({"prompt": [999]}, "prompt", ""),
+        ({"prompt": [[]] * 10_000}, "prompt.0", ""),  # of many items, the first wrong item
+        ({"prompt": ["a"] * 65}, "prompt", ""),
         *(({"stop_token_ids": [7, token]}, "stop_token_ids.1", "") for token in ("1", -1, 2**31, 1.5, True)),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids", ""),
         ({"structured_outputs": {"json": {"a": [math.inf]}}}, "structured_outputs.json", ""),
         ({"suffixes": 1}, "suffixes", "is not a field of this request"),
         ({"prompt": ["a", "b"], "prediction": PREDICTION}, "prediction", "only allowed with one prompt; there are 2"),
@@ -56,22 +57,19 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"max_tokens": 0}, "max_tokens", ""),
         ({"max_tokens": 510}, "max_tokens", ""),
         ({"min_tokens": 9}, "min_tokens", ""),
-        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", ""),
         ({"n": 9}, "n", ""),
+        ({"n": 2, "speculative": {"trace": True}}, "n", ""),
         ({"stop_token_ids": [259]}, "stop_token_ids", "259, the model's ids end at 258"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", ""),
         ({"logit_bias": {"259": 1}}, "logit_bias", "0 to 258: '259'"),
         ({"logit_bias": {"bad1": 5, "bad2": 2}}, "logit_bias", "'bad1', 'bad2'"),
         ({"stream_options": {"include_usage": True}}, "stream_options", ""),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ""),
         ({"speculative": {"num_speculative_tokens": 5}}, "speculative.num_speculative_tokens", ""),
         ({"speculative": {"enabled": False, "num_speculative_tokens": 2}}, "speculative.num_speculative_tokens", ""),
-        ({"speculative": {"enabled": False, "fixed": True}}, "speculative.fixed", ""),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex, choice"),
         ({"structured_outputs": {"grammar": "hello"}}, "structured_outputs.grammar", "neither Lark nor GBNF"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
-        ({"structured_outputs": {"json": "3"}}, "structured_outputs.json", "is an object"),
         ({"structured_outputs": {"json": {"type": "mouse"}}}, "structured_outputs.json", "mouse"),
         ({"structured_outputs": {"json": {"$ref": "http://localhost/"}}}, "structured_outputs.json", "not present"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "70,000 characters, at most"),
@@ -82,7 +80,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"messages": []}, "messages", ""),
         ({"messages": IMAGE}, None, "messages.0.content.0"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", ""),
-        ({"messages": LONG}, "messages", "512"),
         ({"messages": [{"role": "user", "content": "hello " * 84}]}, "messages", "512"),
         ({"max_tokens": 1200}, "max_tokens", "1,200"),
         ({"max_completion_tokens": 5}, "max_tokens", "max_completion_tokens 5"),
@@ -90,16 +87,18 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"tool_choice": "auto"}, "tool_choice", ""),
         ({"tools": TOOLS}, "tools", ""),
         ({"tool_choice": "required"}, "tool_choice", ""),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice", ""),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice", ""),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice", ""),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", ""),
+        ({"messages": USER * 1025}, "messages", ""),
+        ({"messages": [{"role": "x"}] * 5000}, "messages.0.role", ""),
+        ({"messages": [{"role": "user", "content": [1] * 60_000}]}, "messages.0.content.0", ""),
+        ({"tools": [NO_NUMBER]}, "tools.0.function.parameters", ""),
         ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id", ""),
         ({"messages": [*USER, {"role": "user"}]}, "messages.1.content", ""),
         ({"cache_salt": ""}, "cache_salt", ""),
         ({"length_penalty": 1.5}, "length_penalty", ""),
         ({"best_of": True}, "best_of", ""),
-        ({"use_beam_search": 0}, "use_beam_search", ""),
         ({"use_beam_search": True}, "use_beam_search", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
         (
@@ -121,6 +120,7 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"input": "x" * 2000}, "input", ""),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", ""),
         ({"background": True}, "background", ""),
+        ({"speculative": {"trace": True}}, "speculative.trace", ""),
         ({"conversation": "conv_1"}, "conversation", ""),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", ""),
         ({"model": "other"}, "model", ""),
@@ -128,7 +128,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, None, ""),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id", ""),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output", ""),
-        ({"input": [{"type": 1, "role": "user"}]}, None, ""),
         ({"input": ["a"]}, None, ""),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ""),
         (
@@ -137,6 +136,8 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
             "not available with tools",
         ),
         ({"text": {"format": {"name": "n", **MOUSE}}}, "text.format.schema", ""),
+        ({"text": {"format": {"name": "n", **MOUSE, "schema": {"x": math.inf}}}}, "text.format.schema", ""),
+        ({"tools": [{"type": "function", **NO_NUMBER["function"]}], "tool_choice": "none"}, "tools.0.parameters", ""),
     ],
     "/v1/messages": [
         ({"max_tokens": None}, None, "max_tokens"),
@@ -146,7 +147,6 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
         (part(type="tool_use", id="1", name="f", input={}), None, "messages.0.content.0.type is 'tool_use'"),
         (part(type="tool_result", tool_use_id="1", content=[{"type": "image"}]), None, "content.0.content.0.type"),
         ({"messages": [{"role": "tool", "content": "a"}]}, None, "messages.0.role is 'tool'"),
-        ({"messages": [{"role": "user", "content": []}]}, None, "messages.0.content"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, None, "content.0.type"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, None, "tools.0.type is 'web_search_20250305'"),
         ({"tool_choice": {"type": "any"}}, None, "tool_choice is only allowed with tools"),
@@ -166,10 +166,13 @@ REFUSED: dict[str, list[tuple[Any, str | None, str]]] = {
     ],
 }
 REFUSED["/tokenize"] = [({"messages": None}, "prompt", ""), ({"prompt": "a"}, "prompt", "")]
+REFUSED["/tokenize"] += [({"tools": [NO_NUMBER]}, "tools.0.function.parameters", "")]
 REFUSED["/detokenize"] = [({"tokens": [VOCAB_SIZE]}, "tokens", ""), ({"tokens": [1] * 513}, "tokens", "")]
+REFUSED["/detokenize"] += [({"tokens": [-1] * 100_000}, "tokens.0", "")]
 CONVERSATION: list[tuple[Any, str | None, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", ""),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ""),
+    ({"chat_template_kwargs": {"tone": math.nan}}, "chat_template_kwargs", ""),
     ({"chat_template_kwargs": {"tone": "<|end|>"}}, "chat_template_kwargs", ""),
     ({"chat_template_kwargs": {"tone": "x" * 10_000}}, "chat_template_kwargs", ""),
     ({"reasoning_effort": "some"}, "reasoning_effort", ""),
@@ -194,3 +197,35 @@ async def test_what_a_request_may_not_say_is_refused_by_name(
     assert words in error["message"]
     assert not any(name in error["message"] for name in OTHER_NAMES.get(path, ()))
     assert routers.last is None
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 10**1000, -(10**1000)], ids=["nan", "inf", "huge", "-huge"])
+async def test_numbers_of_any_size_are_refused_by_name(client: httpx.AsyncClient, number: float) -> None:
+    fields = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "logprobs"), number)
+    fields |= {"best_of": number, "prompt_logprobs": number, "stop_token_ids": [number], "logit_bias": {"1": number}}
+    for name, value in fields.items():
+        body = json.dumps({"prompt": "a", name: value})
+        response = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"].partition(".")[0]) == (400, name)
+        assert len(error["message"]) < 1500
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"regex": "(?P<"},
+        {"grammar": "start: %import common.WORD"},
+        {"grammar": 'start: %json {"$ref": "file:///etc/passwd"}'},
+        {"grammar": "start: @other"},
+        {"json": {"$ref": "http://example.com/schema"}},
+        {"json": {"$ref": "file:///etc/passwd"}},
+        {"json": "[" * 60_000},
+        {"json": '{"a": ' + "9" * 5000 + "}"},
+    ],
+)
+async def test_an_error_names_no_file_of_the_server(client: httpx.AsyncClient, path: str, source: Any) -> None:
+    response = await client.post(path, json={**BODIES[path], "max_tokens": 2, "structured_outputs": source})
+    assert response.status_code in (200, 400), response.text
+    assert not any(shown in response.text for shown in ("site-packages", "root:", ".py", "panicked")), response.text

@@ -1,6 +1,5 @@
 """Writer: token counts and acceptance."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.openai.completions import CompletionRequest, CompletionWriter
 from deployments.openai.writer import Choice, Reply
-from engine.protocols import RequestOutput, RoundTrace
-from tests.deployments.fakes import LocalRouters
-from tests.deployments.requests import complete, error_of
-
-
-def output(num_draft_tokens: int = 0, num_accepted_tokens: int = 0) -> RequestOutput:
-    figures = {"num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_accepted_tokens}
-    return RequestOutput("a-0", [5], "x", None, None, None, 3, num_cached_tokens=2, **figures)
+from engine.protocols import RoundTrace
+from tests.deployments.fakes import LocalRouters, output
+from tests.deployments.requests import complete
 
 
 def writer(n: int, metrics: str = "detailed") -> CompletionWriter:
@@ -28,14 +22,14 @@ def writer(n: int, metrics: str = "detailed") -> CompletionWriter:
 def test_cached_tokens_are_those_that_the_first_router_had() -> None:
     choice = Choice(0, [1, 2, 3])
     for num_cached_tokens in (2, 0, 48):
-        choice.append(replace(output(), num_cached_tokens=num_cached_tokens))
+        choice.append(output(5, num_cached_tokens=num_cached_tokens))
     assert choice.num_cached_tokens == 2
 
 
 def test_a_prompt_is_counted_once_whatever_its_choices() -> None:
     two = writer(2)
     for choice in two.choices:
-        choice.append(output())
+        choice.append(output(5, num_cached_tokens=2))
     counts = two.usage()
     assert (counts.prompt_tokens, counts.completion_tokens, counts.total_tokens) == (3, 2, 5)
     assert counts.prompt_tokens_details == {"cached_tokens": 2}
@@ -44,7 +38,7 @@ def test_a_prompt_is_counted_once_whatever_its_choices() -> None:
 def test_rounds_without_a_draft_do_not_count_for_acceptance() -> None:
     one = writer(1)
     for drafted, accepted in ((4, 4), (0, 0), (4, 1), (6, 1)):
-        one.choices[0].append(output(drafted, accepted))
+        one.choices[0].append(output(5, num_draft_tokens=drafted, num_accepted_tokens=accepted))
     metrics = one.usage_fields()["metrics"].speculative_decoding
     assert (metrics.num_spec_steps, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (3, 14, 6)
     assert (metrics.mean_acceptance_length, metrics.draft_acceptance_rate) == (3.0, 6 / 14)
@@ -64,7 +58,6 @@ async def test_a_prediction_is_tokenized_sent_and_counted(
     text = plain["choices"][0]["text"]
     parts = {"type": "content", "content": [{"type": "text", "text": text[:30]}, {"type": "text", "text": "éé"}]}
     body = await complete(client, max_tokens=40, prediction=parts, n=2)
-    assert routers.last is not None
     assert routers.last.sequences()[1].predicted_token_ids == tokenizer.encode(text[:30] + "éé")
     assert [choice["text"] for choice in body["choices"]] == [text] * 2
     # The round that computes the prompt has no draft; after each copy, of 16 tokens at most, the target's own follows.
@@ -97,7 +90,7 @@ def test_a_round_tells_what_its_last_token_is(
     token_bytes: Any = SimpleNamespace(texts=lambda ids: list(map(str, ids)))
     one = CompletionWriter(Reply("a", "tiny", "", [[1]], token_bytes, 4), request)
     trace = RoundTrace(list(map(str, token_ids)), path, draft, parents)
-    one.choices[0].append(replace(output(), token_ids=token_ids, trace=trace))
+    one.choices[0].append(output(*token_ids, trace=trace))
     (told,) = one.rounds_field(one.choices[0])["rounds"]
     assert (told.texts, told.draft) == (trace.texts, list(map(str, draft)))
     assert (told.accepted, told.last) == (len(path), last)
@@ -109,6 +102,3 @@ async def test_rounds_are_sent_when_requested(client: httpx.AsyncClient) -> None
     assert "".join(text for told in whole["rounds"] for text in told["texts"]) == whole["text"]
     assert {told["last"] for told in whole["rounds"]} == {"plain"}
     assert "rounds" not in (await complete(client))["choices"][0]
-    assert (await error_of(client, speculative={"trace": True}, n=2))["param"] == "n"
-    refused = await client.post("/v1/responses", json={"input": "a", "speculative": {"trace": True}})
-    assert refused.json()["error"]["param"] == "speculative.trace"

@@ -46,21 +46,6 @@ def test_a_special_token_is_found_where_the_tokenizer_changes_texts_first() -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (json.dumps({"a": [[]] * 100_000}), "has more than 65,536 strings, lists and objects"),
-        ('{"a": ' + "[" * 100_000, "c1' has more than"),
-    ],
-)
-def test_arguments_of_earlier_calls_are_measured(
-    tokenizer: PreTrainedTokenizerFast, arguments: str, message: str
-) -> None:
-    with pytest.raises(RequestError, match=message) as caught:
-        render(tokenizer, {"role": "user", "content": "x"}, call(arguments))
-    assert caught.value.param == "messages"
-
-
-@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ("", {}),
@@ -81,26 +66,35 @@ def test_arguments_that_were_cut_or_are_wrong_reach_the_template(arguments: str,
     assert f'"arguments": {json.dumps(expected)}}}' in rendered[0][0]
 
 
-@pytest.mark.parametrize("name", ["self", "conversation", "conversations", "messages", "tokenize", "chat_template"])
-def test_a_variable_cannot_have_the_name_of_a_parameter(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    with pytest.raises(RequestError, match=f"chat_template_kwargs.{name} is not a variable") as caught:
-        render(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs={name: 1})
-    assert caught.value.param == f"chat_template_kwargs.{name}"
+USER = {"role": "user", "content": "x"}
+TOOL = {"type": "function", "function": {"name": "f", "description": "a <|end|>"}}
+FAILING = "{{ kind.upper() }}{{ kind[0] }}{{ raise_exception(kind) if kind else '' }}"
+NO_VARIABLE = "chat_template_kwargs.{0} is not a variable"
 
 
-def test_a_variable_can_have_any_other_name(tokenizer: PreTrainedTokenizerFast) -> None:
-    variables = {"template": 1, "tokenizer": 2}
-    assert render(tokenizer, {"role": "user", "content": "x"}, chat_template_kwargs=variables)
-
-
-def test_a_tool_cannot_hold_a_special_token(tokenizer: PreTrainedTokenizerFast) -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "a <|end|>"}}
-    with pytest.raises(RequestError, match="tools holds the text of a special token"):
-        render(tokenizer, {"role": "user", "content": "x"}, tools=[tool])
-
-
-def test_a_template_that_cannot_be_compiled_refuses_every_message() -> None:
-    tokenizer = tokenizer_of("{% if %}")
-    for effort in ("low", None):
-        with pytest.raises(RequestError, match="the chat template refuses the messages: Expected an expression"):
-            render(tokenizer, {"role": "user", "content": "x"}, reasoning_effort=effort)
+@pytest.mark.parametrize(
+    ("template", "messages", "fields", "message"),
+    [
+        (TEMPLATE, [USER, call(json.dumps({"a": [[]] * 100_000}))], {}, "more than 65,536 strings, lists and objects"),
+        (TEMPLATE, [USER, call('{"a": ' + "[" * 100_000)], {}, "c1' has more than"),
+        *(
+            (TEMPLATE, [USER], {"chat_template_kwargs": {name: 1}}, NO_VARIABLE.format(name))
+            for name in ("self", "conversation", "messages", "tokenize")
+        ),
+        (TEMPLATE, [USER], {"tools": [TOOL]}, "tools holds the text of a special token"),
+        ("{% if %}", [USER], {}, "the chat template refuses the messages: Expected an expression"),
+        ("{% if %}", [USER], {"reasoning_effort": "low"}, "the chat template refuses the messages: Expected an"),
+        *(
+            (FAILING, [USER], {"chat_template_kwargs": {"kind": kind}}, "the chat template")
+            for kind in (1, "", None, "x" * 5000)
+        ),
+    ],
+)
+def test_what_cannot_be_rendered_is_the_requests_fault(
+    template: str, messages: list[Any], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        render(tokenizer_of(template), *messages, **fields)
+    assert len(str(caught.value)) < 1000
+    assert "/" not in str(caught.value), "no path of a file"
+    assert caught.value.param

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.prompts import encoder as prompts
 from deployments.prompts.encoder import LONG_CHARS, PromptEncoder
-from engine.errors import PromptTooLongError, RequestError
+from engine.errors import RequestError
 from tests.fakes import byte_tokenizer
 
 ROOM = 10_000
@@ -54,17 +54,6 @@ def test_only_the_template_writes_special_tokens(encoder: PromptEncoder, texts: 
     assert [i for i in ids if i in SPECIAL] == [i for i in template if i in SPECIAL]
     text = asyncio.run(encoder.decode_tokens(ids))
     assert all(one.strip() in text for one in texts)
-
-
-async def test_developer_is_system_and_parts_are_joined(encoder: PromptEncoder) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    request = ChatCompletionRequest.model_validate({"messages": [{"role": "developer", "content": parts}]})
-    assert "system\nab" in await encoder.decode_tokens(await encoder.encode_chat(request, ROOM))
-
-
-async def test_a_text_that_cannot_fit_is_refused_unread(encoder: PromptEncoder) -> None:
-    with pytest.raises(PromptTooLongError, match="1,000,000 characters"):
-        await encoder.encode("a" * 1_000_000, 100)
 
 
 async def test_a_model_without_a_template_says_so(tokenizer: PreTrainedTokenizerFast) -> None:

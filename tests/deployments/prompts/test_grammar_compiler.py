@@ -37,30 +37,20 @@ async def hasty(
 
 
 async def test_a_grammar_that_takes_too_long_is_stopped(hasty: httpx.AsyncClient) -> None:
-    """And nothing else waits for it: neither texts meanwhile, nor formats afterwards."""
+    """And nothing else waits for it: neither texts and other grammars meanwhile, nor formats afterwards."""
     await text_of(hasty, structured_outputs={"regex": "a"})
     started = time.monotonic()
     slow = asyncio.create_task(error_of(hasty, structured_outputs={"json": SLOW}))
     await asyncio.sleep(0.1)
     response = await hasty.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
     assert response.status_code == 200
+    assert await text_of(hasty, structured_outputs={"regex": "c"}) == "c"
     assert not slow.done()
     error = await slow
     assert error["message"] == "structured_outputs.json cannot be compiled within 1 s"
     assert error["param"] == "structured_outputs.json"
     assert time.monotonic() - started < 30
     assert await text_of(hasty, structured_outputs={"regex": "b"}) == "b"
-
-
-async def test_grammars_that_take_long_hold_no_other_up(hasty: httpx.AsyncClient) -> None:
-    slow = [
-        asyncio.create_task(error_of(hasty, structured_outputs={"json": {"type": "integer", "multipleOf": multiple}}))
-        for multiple in (10_000_019, 10_000_021, 10_000_023)
-    ]
-    await text_of(hasty, structured_outputs={"regex": "a"})  # also starts the process
-    assert await text_of(hasty, structured_outputs={"regex": "b"}) == "b"
-    assert not any(task.done() for task in slow)
-    assert len(await asyncio.gather(*slow)) == 3
 
 
 def regex(text: str) -> GrammarSource:
@@ -71,7 +61,6 @@ async def test_a_process_that_has_ended_is_started_again(grammars: Grammars) -> 
     compiler = GrammarCompiler(grammars)
     await compiler.compile(regex("a"))
     first = compiler._process
-    assert first is not None
     first._popen.kill()
     first._popen.wait()
     await compiler.compile(regex("a"))  # it is known
@@ -83,7 +72,6 @@ async def test_a_process_that_has_ended_is_started_again(grammars: Grammars) -> 
 async def test_a_process_that_ends_meanwhile_is_no_fault_of_the_grammar(grammars: Grammars) -> None:
     compiler = GrammarCompiler(grammars)
     await compiler.compile(regex("a"))
-    assert compiler._process is not None
     compiler._process._popen.send_signal(signal.SIGSTOP)
     waiting = asyncio.create_task(compiler.compile(regex("b")))
     await asyncio.wait([waiting], timeout=0.1)
@@ -133,16 +121,10 @@ async def test_a_model_whose_texts_do_not_end_cannot_follow_a_grammar(
     ("outputs", "cause"),
     [
         ({"json": {"$ref": "#"}}, "no JSON is valid under the schema: it refers to itself without an end"),
-        (
-            {"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
-            "no JSON is valid under the schema: it refers to itself without an end",
-        ),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
-        ({"json": {"enum": []}}, "Unsatisfiable schema: anyOf is empty"),
         ({"regex": r"[^\s\S]"}, "no text matches the regular expression"),
         ({"regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= root"}, "no text matches the grammar: a rule leads only to itself"),
-        ({"grammar": 'start: start "a"'}, "no text matches the grammar: a rule leads only to itself"),
         ({"grammar": "start: /[^\\s\\S]/"}, "or an expression matches nothing"),
     ],
 )

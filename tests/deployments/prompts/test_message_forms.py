@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from deployments.openai.message_parts import MessageParser, Part
-from deployments.openai.tools import MessageForm, Tool
+from deployments.openai.tools import Tool
 from deployments.prompts.message_forms import form_of
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.models.registry import open_model
@@ -50,13 +50,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def form(family: Family) -> MessageForm:
-    known = form_of(tokenizer_of(family))
-    assert known is not None
-    return known
-
-
-FORMS = {name: form(family) for name, family in FAMILIES.items()}
+FORMS: dict[str, Any] = {name: form_of(tokenizer_of(family)) for name, family in FAMILIES.items()}
 
 
 def parts(name: str, pieces: list[str]) -> list[list[Part]]:
@@ -137,42 +131,22 @@ def test_text_of_the_prompt_is_not_said_again(begun: str) -> None:
     assert (thoughts, content) == ((said, "") if begun.startswith("<think>") and "</" not in begun else ("", said))
 
 
-def test_content_after_a_call_is_not_lost() -> None:
-    call = '[TOOL_CALLS]f[ARGS]{"a": 1}'
-    for pieces in ([f"{call}, and }} so on"], [*f"{call}, and }} so on", ""]):
-        assert joined(parts("mistral", pieces)) == ("", ", and } so on", [("f", '{"a": 1}')])
-
-
-def test_a_call_that_could_be_of_two_forms_is_read_the_same_however_it_is_cut() -> None:
-    answer = FAMILIES["deepseek-v3"].answer.replace("get_weather", '{"a": get_weather', 1)
-    assert joined(parts("deepseek-v3", [answer])) == joined(parts("deepseek-v3", [*answer, ""]))
-
-
 def test_constrained_thoughts_begin_where_the_prompt_leaves_them() -> None:
     nemotron = "nemotron: the prompt opens the thoughts after marks that are not known"
     for name, is_open in ((nemotron, True), ("phi4-reasoning", False)):
         thoughts = FORMS[name].thoughts_after(FAMILIES[name].prompt)
-        assert thoughts is not None
         assert thoughts.is_open == is_open
 
 
 def test_the_bundled_model_can_be_required_to_call() -> None:
     bundled = form_of(open_model(ModelConfig(str(BUNDLED_TARGET))).tokenizer)
-    assert bundled is not None
     assert bundled.tool_form is not None
-
-
-def test_without_tools_calls_are_content() -> None:
-    call = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
-    parser = MessageParser(FORMS["qwen3.5"])
-    assert joined([parser.feed(f"<think>Hm.</think>{call}", is_last=True)]) == ("Hm.", call, [])
 
 
 def test_a_template_that_says_nothing_known_has_no_form() -> None:
     assert form_of(templates.tokenizer_of(templates.TEMPLATE)) is None
     assert form_of(templates.tokenizer_of(None)) is None
     known = form_of(templates.tokenizer_of("<tool_call></think>"))
-    assert known is not None
     assert "tool_calls" not in known.template["fields"]
     prompt = "<|im_start|>assistant\n"
     shown = templates.family(prompt, "think", "hermes")
@@ -204,7 +178,6 @@ def test_a_tokenizers_own_template_comes_first(caplog: pytest.LogCaptureFixture)
     tokenizer = templates.tokenizer_of(templates.HERMES)
     tokenizer.response_template = OWN
     own = form_of(tokenizer)
-    assert own is not None
     assert own.mark_token_ids == (tokenizer.convert_tokens_to_ids("<|end|>"),)
     answer = "Hm.</think>I look. CALL get_weather:city: Oslo\ndays: 3;<|end|>"
     for pieces in ([answer], [*answer, ""]):

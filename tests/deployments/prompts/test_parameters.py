@@ -44,7 +44,6 @@ async def test_every_field_reaches_the_engine(client: httpx.AsyncClient, routers
         "n": 1,
     }
     await complete(client, **fields, logit_bias={"258": 2.5}, cache_salt="s", speculative={"num_speculative_tokens": 3})
-    assert routers.last is not None
     params = routers.last.params
     assert {name: getattr(params, name) for name in fields} == fields
     assert (params.logit_bias, params.num_speculative_tokens, routers.last.cache_salt) == ({258: 2.5}, 3, "s")
@@ -71,7 +70,6 @@ async def test_the_log_probabilities_of_all_prompts_together_have_a_limit(
         ({"num_speculative_tokens": 2, "fixed": True}, 2, True),
         ({"fixed": True}, 4, True),  # as many as the server allows
         ({"num_speculative_tokens": 0, "fixed": True}, 0, True),
-        ({"num_speculative_tokens": 2, "fixed": False}, 2, False),
         ({"num_speculative_tokens": 2}, 2, False),
         ({}, None, False),
     ],
@@ -87,7 +85,6 @@ async def test_a_draft_length_is_a_limit_or_fixed(
 ) -> None:
     response = await client.post(path, json={**CONTENT[path], "speculative": speculative})
     assert response.status_code == 200, response.text
-    assert routers.last is not None
     params = routers.last.params
     assert (params.num_speculative_tokens, params.fixes_draft_length) == (length, is_fixed)
 
@@ -95,10 +92,8 @@ async def test_a_draft_length_is_a_limit_or_fixed(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 9},
         {"max_tokens": 512},
         {"logprobs": 21},
-        {"stop_token_ids": [999]},
         {"prompt": ["a", [999]]},
         {"speculative": {"num_speculative_tokens": 5}},
         {"structured_outputs": {}},
@@ -124,7 +119,6 @@ PROMPT, CHAT = CONTENT["/v1/completions"], CONTENT["/v1/chat/completions"]
     ("model", "fields", "param", "message"),
     [
         (ENCODER, {**PROMPT, "echo": True}, "echo", "does not continue the prompt"),
-        (ENCODER, {**PROMPT, "echo": True, "logprobs": 2}, "echo", "does not continue the prompt"),
         (ENCODER, {**PROMPT, "prompt_logprobs": 0}, "prompt_logprobs", "predicts none of it"),
         (ENCODER, CHAT, "messages", "takes no conversations; use /v1/completions"),
         (ENCODER, {**PROMPT, "echo": False}, None, ""),

@@ -1,8 +1,6 @@
 """What chat templates read: features of real templates, each rebuilt, and the prompts that they write."""
 
 import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.prompts.conversation import ChatTemplate
 from engine.errors import RequestError
-from tests.chat_templates import QUESTIONS, Asked, message, report
+from tests.chat_templates import QUESTIONS, Asked, message
 from tests.deployments.templates import tokenizer_of
 from tests.families import PAGE
 
@@ -249,16 +247,3 @@ def test_the_table_says_how_a_feature_is_served(feature: str, template: str) -> 
     assert not [answer for answer in answers.values() if answer.startswith("WRONG")]
     for question in ("plain chat", "system", "system in the middle", "parts", "prefill"):
         assert answers[question] == "right"
-
-
-def test_a_directory_of_templates_is_asked(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text(
-        CHAT + "{{ raise_exception('no system') if messages[0].role == 'system' }}"
-    )
-    named = [{"name": "default", "template": CHAT}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
-    (tmp_path / "config.json").write_text("{}")
-    *lines, counts = report([str(tmp_path)])
-    assert len(lines) == 2 * len(QUESTIONS)
-    assert f"{tmp_path}/chat_template.jinja\tplain chat\tright" in lines
-    assert counts == "14 right, 6 refused, 0 WRONG"

@@ -10,17 +10,12 @@ import pytest
 from deployments.router import delivery as delivery_module
 from deployments.router.delivery import Delivery, Stream
 from deployments.wire import End, Generation, Outputs, Report
-from engine.errors import RequestError, TargetError
-from engine.protocols import FinishReason, RequestOutput
-from tests.deployments.fakes import LocalOutputs, Rig, generation
+from engine.errors import RequestError
+from tests.deployments.fakes import LocalOutputs, Rig, generation, output
 from tests.deployments.router.conftest import Mail
 from tests.waiting import wait_for
 
 REPORT = Report("here", None, 3, 2, 2.0, 1)
-
-
-def output(request_id: str, token: int) -> RequestOutput:
-    return RequestOutput(f"{request_id}-0", [token], "", None, None, None, 3, 0, 0, 0)
 
 
 def named(request_id: str, **options: int) -> Generation:
@@ -41,13 +36,13 @@ async def test_a_round_is_one_write_in_the_order_of_its_requests_and_may_come_be
     end = End.by(RequestError("bad"), "b")
     with delivery.stream(named("a")) as first, delivery.stream(named("b")) as second:
         for token in (1, 2):
-            first.put([output("a", token)])
-            second.put([output("b", token)])
+            first.put([output(token, request_id="a")])
+            second.put([output(token, request_id="b")])
         delivery.end(end)
         messages = await mail.until(5)
     assert writes == [5]
     assert messages == [
-        *(Outputs(request_id, [output(request_id, token)]) for token in (1, 2) for request_id in "ab"),
+        *(Outputs(request_id, [output(token, request_id=request_id)]) for token in (1, 2) for request_id in "ab"),
         end,
     ]
     delivery.close()
@@ -87,37 +82,12 @@ async def test_the_movable_requests_are_whole_and_the_newest_come_first(
     delivery.close()
 
 
-async def test_a_lost_connection_fails_its_streams(mail: Mail) -> None:
-    delivery = Delivery(mail.address)
-    await delivery.room()
-    with delivery.stream(named("a")) as stream:
-        delivery.abort()
-        with pytest.raises(TargetError, match="the Ingress cannot be reached"):
-            await stream.ended
-    with pytest.raises(TargetError, match="the Ingress cannot be reached"):
-        delivery.end(End.by(RequestError("bad"), "a"))
-
-
 async def test_what_was_sent_before_the_end_arrives(mail: Mail) -> None:
     delivery = Delivery(mail.address)
     await delivery.room()
     delivery.deliver(REPORT)
     delivery.close()
     assert await mail.until(1) == [REPORT]
-
-
-async def test_a_message_that_cannot_be_encoded_takes_no_other_with_it(mail: Mail) -> None:
-    delivery = Delivery(mail.address)
-    fine = Outputs("a", [output("a", 1)])
-    delivery.deliver(fine)
-    with pytest.raises(TypeError):
-        delivery.deliver(Outputs("b", [object()]))  # type: ignore[list-item]
-    assert await mail.until(1) == [fine]
-    delivery.close()
-
-
-def step(token: int, *, finish_reason: FinishReason | None = None, choice: int = 0) -> RequestOutput:
-    return RequestOutput(f"request-{choice}", [token], "x", finish_reason, None, None, 3, 0, 0, 0)
 
 
 class Sent:
@@ -135,19 +105,19 @@ class Sent:
 async def test_the_first_round_is_sent_at_once_and_those_within_the_interval_with_the_first_after_it() -> None:
     sent = Sent(3600.0)
     for token in range(3):
-        sent.stream.put([step(token)])
+        sent.stream.put([output(token)])
     assert sent.deliveries == [[0]]
     sent.stream._due = 0.0  # the interval is over, and nothing else is due
-    sent.stream.put([step(3)])
-    sent.stream.put([step(4)])
+    sent.stream.put([output(3)])
+    sent.stream.put([output(4)])
     assert sent.deliveries == [[0], [1, 2, 3]]
     sent.stream.close()
 
 
 async def test_outputs_that_no_round_follows_are_sent_after_the_interval() -> None:
     sent = Sent(0.02)
-    sent.stream.put([step(0)])
-    sent.stream.put([step(1)])
+    sent.stream.put([output(0)])
+    sent.stream.put([output(1)])
     await wait_for(lambda: len(sent.deliveries) == 2)
     assert sent.deliveries == [[0], [1]]
 
@@ -155,44 +125,26 @@ async def test_outputs_that_no_round_follows_are_sent_after_the_interval() -> No
 @pytest.mark.parametrize("gathers_first", [False, True])
 async def test_the_last_round_of_a_sequence_is_sent_at_once(gathers_first: bool) -> None:
     sent = Sent(3600.0, gathers_first=gathers_first)
-    sent.stream.put([step(0), step(7, choice=1)])
-    sent.stream.put([step(1)])
+    sent.stream.put([output(0), output(7, choice=1)])
+    sent.stream.put([output(1)])
     assert sent.deliveries == ([] if gathers_first else [[0, 7]])
-    sent.stream.put([step(2, finish_reason="stop"), step(8, choice=1)])
+    sent.stream.put([output(2, finish_reason="stop"), output(8, choice=1)])
     assert sent.deliveries[-1][-3:] == [1, 2, 8]
     assert not sent.stream.ended.done()
-    sent.stream.put([step(9, choice=1)])
-    sent.stream.put([step(10, finish_reason="length", choice=1)])
+    sent.stream.put([output(9, choice=1)])
+    sent.stream.put([output(10, finish_reason="length", choice=1)])
     assert sent.deliveries[-1] == [9, 10]
     assert sent.stream.ended.result() is None
     assert sent.stream._timer is None
 
 
-async def test_an_error_comes_after_the_outputs_before_it() -> None:
-    sent = Sent(3600.0)
-    sent.stream.put([step(0)])
-    sent.stream.put([step(1)])
-    sent.stream.fail(TargetError("lost"))
-    sent.stream.fail(TargetError("again"))
-    assert sent.deliveries == [[0], [1]]
-    with pytest.raises(TargetError, match="lost"):
-        await sent.stream.ended
-
-
 async def test_a_closed_stream_sends_nothing_by_itself() -> None:
     sent = Sent(0.001)
-    sent.stream.put([step(0)])
-    sent.stream.put([step(1)])
+    sent.stream.put([output(0)])
+    sent.stream.put([output(1)])
     sent.stream.close()
     await asyncio.sleep(0.01)
     assert sent.deliveries == [[0]]
-
-
-async def test_the_longest_choice_includes_the_tokens_of_other_routers() -> None:
-    sent = Sent(0.0, output_token_ids={0: [1, 2, 3], 1: [4]})
-    assert sent.stream.has_tokens
-    sent.stream.put([step(0), step(1, choice=1)])
-    assert sent.stream.longest == 4
 
 
 async def test_a_deadline_withholds_nothing() -> None:

@@ -23,7 +23,7 @@ from deployments.wire import (
     Report,
 )
 from engine.config import CompileProgress, ModelInfo
-from engine.errors import QueueFullError, RequestError, TargetError
+from engine.errors import QueueFullError, TargetError
 from tests.deployments.fakes import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE, Rig, generation
 from tests.deployments.router.conftest import Mail
 from tests.waiting import wait_for
@@ -76,13 +76,6 @@ async def test_an_error_comes_after_the_tokens_before_it(router: Any, rig: Rig, 
     error, refused_by = await mail.end()
     assert (type(error), str(error), refused_by) == (TargetError, "the replica is shutting down", None)
     await request
-
-
-async def test_a_request_that_does_not_fit_is_an_error(router: Any, mail: Mail) -> None:
-    await call(router, generation(logit_bias={999: 1.0}), mail)
-    error, refused_by = await mail.end()
-    assert isinstance(error, RequestError)
-    assert refused_by is None
 
 
 async def test_a_full_queue_refuses_and_says_when_it_will_have_drained(rig: Rig, router: Any, mail: Mail) -> None:
@@ -197,14 +190,9 @@ async def test_an_ingress_that_cannot_be_reached_ends_the_request(router: Any, r
     assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 
 
-@pytest.mark.parametrize("has_tokens", [True, False])
-async def test_cancelling_the_call_frees_the_blocks_at_once(
-    router: Any, rig: Rig, mail: Mail, has_tokens: bool
-) -> None:
-    if not has_tokens:
-        rig.verifier.gate.clear()
+async def test_cancelling_the_call_frees_the_blocks_at_once(router: Any, rig: Rig, mail: Mail) -> None:
+    rig.verifier.gate.clear()
     request = call(router, generation(max_tokens=400), mail)
-    await mail.outputs(has_tokens)
     while not rig.engine.scheduler.running:
         await asyncio.sleep(0)
     assert rig.engine.scheduler.pool.num_free < rig.engine.scheduler.pool.num_blocks

@@ -58,27 +58,22 @@ async def test_the_router_with_fewer_requests_is_first_and_counts_at_once(loads:
 
 
 @pytest.mark.parametrize(
-    ("refused_by", "expected"), [("", "ba"), ("b", "a"), ("a", "b"), ("ab", "ba"), ("z", "ba")], ids=str
+    ("fields", "expected"),
+    [
+        ({}, "ba"),
+        ({"refused_by": frozenset("b")}, "a"),
+        ({"refused_by": frozenset("ab")}, "ba"),
+        ({"prefixes": PREFIXES}, "ab"),
+        ({"prefixes": PREFIXES, "has_moved": True}, "ba"),
+        ({"prefixes": PREFIXES, "refused_by": frozenset("a")}, "b"),
+    ],
 )
-async def test_a_router_that_has_refused_a_request_is_asked_last(
-    loads: RouterLoads, router: Any, refused_by: str, expected: str
+async def test_a_request_goes_to_its_prefix_unless_it_has_left_it_or_was_refused(
+    loads: RouterLoads, router: Any, fields: dict[str, Any], expected: str
 ) -> None:
-    request = replace(generation(), refused_by=frozenset(refused_by))
+    loads.note(Report("a", None, 5, prefixes=PREFIXES))
+    request = replace(generation(), **fields)
     loads.begin(request.request_id, 1)
     chosen = await router.choose_replicas([replica("a"), replica("b")], pending(request))
     assert chosen == [[replica(name)] for name in expected]
-
-
-async def test_without_replicas_nothing_is_chosen(router: Any) -> None:
     assert await router.choose_replicas([], None) == []
-
-
-@pytest.mark.parametrize(("has_moved", "refused_by", "first"), [(False, "", "a"), (True, "", "b"), (False, "a", "b")])
-async def test_a_request_goes_to_its_prefix_unless_it_has_left_it_or_was_refused(
-    loads: RouterLoads, router: Any, has_moved: bool, refused_by: str, first: str
-) -> None:
-    loads.note(Report("a", None, 5, prefixes=PREFIXES))
-    request = replace(generation(), prefixes=PREFIXES, has_moved=has_moved, refused_by=frozenset(refused_by))
-    loads.begin(request.request_id, 1)
-    chosen = await router.choose_replicas([replica("a"), replica("b")], pending(request))
-    assert chosen[0] == [replica(first)]

@@ -23,9 +23,8 @@ from deployments.routing.loads import RouterLoads
 from deployments.routing.prefixes import prefix_hashes
 from deployments.wire import Description, End, Generation, Message, ModelLimits, Outputs, Report, encode
 from engine.config import ModelInfo
-from engine.errors import QueueFullError, TargetError
-from engine.protocols import RequestOutput
-from tests.deployments.fakes import generation
+from engine.errors import TargetError
+from tests.deployments.fakes import generation, output
 from tests.waiting import wait_for
 
 INFO = ModelInfo("tiny", 9, 9, [0], 1000, "float32", "cpu")
@@ -38,12 +37,11 @@ class Handle:
     def __init__(self, *answers: Any, error: BaseException | None = None, is_stuck: bool = False) -> None:
         self._answers, self._error, self._is_stuck = answers, error, is_stuck
         self.generate = self.describe = self
-        self.num_lost = self.num_stuck = 0
+        self.num_stuck = 0
         self.is_closed = False
         self.broadcasts: list[Any] = []
         self.descriptions: list[Description | BaseException] = []
         self.submitted: list[Generation] = []
-        self.ends: list[End] = []
 
     def options(self, **_: Any) -> "Handle":
         return self
@@ -73,14 +71,11 @@ class Handle:
         if self.is_closed:
             raise RuntimeError("the handle is closed")
         self.submitted.append(request)
-        self.num_lost -= 1
         self.num_stuck -= 1
-        if self.num_lost >= 0:
-            return Response(ActorDiedError())
         if self.num_stuck >= 0:
             return Response(is_stuck=True)
-        output = RequestOutput(f"{request.request_id}-0", [1], "x", "length", None, None, 3, 0, 0, 0)
-        send(address, *(self.ends or [Outputs(request.request_id, [output])]))
+        last = output(1, request_id=request.request_id, finish_reason="length")
+        send(address, Outputs(request.request_id, [last]))
         return Response()
 
 
@@ -149,24 +144,6 @@ async def test_outputs_come_from_the_router_that_took_the_request(loads: RouterL
     await wait_for(lambda: loads.depth("here") == 2)
 
 
-async def test_a_request_names_the_prefixes_of_its_first_prompt_and_its_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, sent = await routers(), []
-    monkeypatch.setattr(client, "_submit", lambda request, _: sent.append(request))
-    prompts = [[*range(40)], [*range(90)]]
-    client.generate(replace(generation(), prompts=prompts, cache_salt="mine"))
-    assert sent[0].prefixes == prefix_hashes(prompts[0], "mine") != ()
-
-
-async def test_an_error_is_that_of_the_router() -> None:
-    client = await routers()
-    error = QueueFullError("full")
-    error.retry_after_s = 9
-    client._handle.ends = [End.by(error, "request")]
-    with pytest.raises(QueueFullError, match="full") as raised:
-        await client.generate(generation()).next()
-    assert raised.value.retry_after_s == 9
-
-
 async def test_a_request_that_serve_does_not_take_leaves_nothing_behind(loads: RouterLoads) -> None:
     client = await routers()
     client._handle.is_closed = True
@@ -185,8 +162,11 @@ async def test_only_routers_of_the_same_target_are_asked_and_believed(
     handle.descriptions = [old, ActorDiedError(), asyncio.CancelledError(), new]
     client = await ServeRouters.open(handle, "127.0.0.1", target="/new")
     assert await client.describe() == new
-    client.generate(generation())
-    assert [request.target_id for request in handle.submitted] == ["/new"]
+    sent = replace(generation(), prompts=[[*range(40)], [*range(90)]], cache_salt="mine")
+    client.generate(sent)
+    [request] = handle.submitted
+    assert request.target_id == "/new"
+    assert request.prefixes == prefix_hashes(sent.prompts[0], "mine") != ()
     loads.set_routers("ab")
     loads.note(Report("a", None, target_id="/old"))
     assert client.heard() == []
@@ -263,16 +243,6 @@ async def test_metrics_are_those_of_all_ingresses_routers_and_drafts(
     assert shown == ["i1", "i2", *["d1"] * has_pool, "r1", "r2"]
 
 
-async def test_a_request_whose_router_is_lost_goes_to_another() -> None:
-    client = await routers()
-    client._handle.num_lost = 1
-    stream = client.generate(generation(n=2))
-    assert [output.text for output in await stream.next()] == ["x"]
-    await stream.close()
-    metrics = client._metrics
-    assert (metrics.num_started, metrics.resubmissions.total(), metrics.ended.total()) == (1, 1, 1)
-
-
 class Events:
     """A call, and what it has reported."""
 
@@ -294,50 +264,39 @@ class Events:
             await asyncio.sleep(0)
 
 
+BUG = RayTaskError("generate", "a traceback", ValueError("bug")).as_instanceof_cause()
+
+
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("error", "leaves", "at_once", "later"),
     [
-        (TargetError("dead"), "dead"),
-        (RayTaskError("generate", "a traceback", ValueError("bug")).as_instanceof_cause(), "^bug$"),
+        (TargetError("dead"), False, ["dead"], []),
+        (BUG, False, ["bug"], []),
+        (None, False, [], ["the connection to the Router was lost"]),
+        # Serve cancels the call if the Router ends, and also before it cancels the request of a client that leaves.
+        (asyncio.CancelledError(), False, [], ["the replica is shutting down"]),
+        (asyncio.CancelledError(), True, [], []),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=["dead", "a bug", "no last outputs", "cancelled", "cancelled, for the client leaves"],
 )
-async def test_a_call_that_fails_says_why_at_once(loads: RouterLoads, error: BaseException, expected: str) -> None:
+async def test_a_call_says_why_it_has_failed_and_first_waits_for_an_end_that_may_come(
+    loads: RouterLoads,
+    error: BaseException | None,
+    leaves: bool,
+    at_once: list[str],
+    later: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("END_TIMEOUT_S", "CANCEL_PAUSE_S"):
+        monkeypatch.setattr(router_client, name, 0.02)
     events = Events(loads, error)
     assert not events.has_returned
     await events.end()
-    [failure] = events.failures
-    with pytest.raises(Exception, match=expected):
-        raise failure
-    assert events.has_returned
-
-
-async def test_a_request_whose_last_outputs_do_not_come_has_failed(
-    loads: RouterLoads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router_client, "END_TIMEOUT_S", 0.02)
-    events = Events(loads)
-    await events.end()
-    assert (events.failures, events.has_returned) == ([], True)
-    await asyncio.sleep(0.05)
-    [failure] = events.failures
-    assert isinstance(failure, TargetError)
-    assert "connection to the Router was lost" in str(failure)
-
-
-@pytest.mark.parametrize("client_leaves", [False, True])
-async def test_a_cancelled_call_has_failed_unless_its_client_has_left(
-    loads: RouterLoads, client_leaves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Serve cancels the call if the Router ends, and also before it cancels the request of a client that leaves."""
-    monkeypatch.setattr(router_client, "CANCEL_PAUSE_S", 0.02)
-    events = Events(loads, asyncio.CancelledError())
-    await events.end()
-    assert (events.failures, events.has_returned) == ([], True)
-    if client_leaves:
+    assert ([str(failure) for failure in events.failures], events.has_returned) == (at_once, True)
+    if leaves:
         events.call.close(cancels=True)
     await asyncio.sleep(0.05)
-    assert [str(failure) for failure in events.failures] == ["the replica is shutting down"] * (not client_leaves)
+    assert [str(failure) for failure in events.failures] == [*at_once, *later]
 
 
 @pytest.mark.parametrize("cancels", [False, True])
@@ -389,7 +348,7 @@ async def test_a_caller_that_is_cancelled_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "is_killed"), [([False, True], True), ([False], False), ([ActorDiedError()], False), ([], False)]
+    ("answers", "is_killed"), [([False, True], True), ([False], False), ([ActorDiedError()], False)]
 )
 async def test_a_process_is_killed_if_one_router_says_so(answers: list[Any], is_killed: bool) -> None:
     client = await routers(*answers)

@@ -63,14 +63,6 @@ def test_a_request_counts_where_it_was_sent_last_and_not_after_its_end(loads: Ro
     assert [loads.depth(router) for router in "ab"] == [0, 0]
 
 
-def test_the_shorter_queue_of_two_comes_first(loads: RouterLoads) -> None:
-    loads.note(Report("a", None, 5, 0, 2.0, 1))
-    loads.note(Report("b", None, 4, 0, 2.0, 1))
-    assert loads.ranked(["a", "b"]) == ["b", "a"]
-    assert loads.ranked(["a"]) == ["a"]
-    assert loads.ranked([]) == []
-
-
 def test_requests_spread_before_any_report_comes_back(loads: RouterLoads) -> None:
     random.seed(1)
     routers = [f"router {number}" for number in range(8)]
@@ -93,7 +85,7 @@ def test_one_ingress_may_use_all_the_room(loads: RouterLoads) -> None:
     assert loads.room(CAPACITY) == 1
 
 
-def test_each_ingress_takes_its_share_of_the_room_that_was_reported(loads: RouterLoads) -> None:
+def test_room_is_a_share_of_what_running_routers_reported_lately(loads: RouterLoads, clock: Clock) -> None:
     for number in range(8):
         send(loads, str(number), "a")
     loads.note(Report("a", None, 8, 8, 2.0, 1))
@@ -101,28 +93,12 @@ def test_each_ingress_takes_its_share_of_the_room_that_was_reported(loads: Route
     assert loads.room(CAPACITY) == (16 - 10) / 2
     loads.note(Report("b", None, 2, 0, 2.0, 1))
     assert loads.room(CAPACITY) == 16 - 10, "the other one has ended"
-
-
-def test_old_reports_are_not_believed(loads: RouterLoads, clock: Clock) -> None:
-    loads.note(Report("a", None, 8, 0, 2.0, 1))
-    assert loads.room(CAPACITY) == 8
-    clock.now += BELIEVED_S
-    assert loads.room(CAPACITY) == 16
-    assert loads.depth("a") == 0
-
-
-def test_only_routers_that_run_have_room(loads: RouterLoads) -> None:
-    loads.note(Report("a", None, 8, 1, 2.0, 1))
-    send(loads, "1", "a")
     loads.set_routers(["b"])
-    assert loads.room(CAPACITY) == 8
-    loads.set_routers(["a", "b"])
-    assert loads.depth("a") == 1, "its report was forgotten"
-
-
-def test_requests_may_wait_for_the_first_router_that_comes_back(loads: RouterLoads) -> None:
+    assert loads.room(CAPACITY) == 6
+    clock.now += BELIEVED_S
+    assert (loads.room(CAPACITY), loads.depth("b")) == (8, 0)
     loads.set_routers([])
-    assert loads.room(CAPACITY) == 8
+    assert loads.room(CAPACITY) == 8, "requests may wait for the first Router that comes back"
 
 
 def test_clients_come_again_when_all_routers_have_drained(loads: RouterLoads) -> None:
@@ -195,10 +171,7 @@ def test_of_the_routers_that_hold_a_prefix_the_shorter_queue_is_first(loads: Rou
     assert all(loads.ranked("abc", PREFIXES)[0] == "b" for _ in range(20))
 
 
-@pytest.mark.parametrize(
-    ("num_prefixes", "shortest", "longest"),
-    [(1, 0, 1), (2, 3, 5), (6, 0, 6), (60, 0, 6), (60, 40, 50), (200, 400, 500)],
-)
+@pytest.mark.parametrize(("num_prefixes", "shortest", "longest"), [(1, 0, 1), (2, 3, 5), (60, 0, 6), (60, 40, 50)])
 def test_a_queue_may_be_longer_by_what_the_prefix_is_worth(
     loads: RouterLoads, num_prefixes: int, shortest: int, longest: int
 ) -> None:
@@ -208,9 +181,3 @@ def test_a_queue_may_be_longer_by_what_the_prefix_is_worth(
     assert loads.ranked(["a", "b"], prefixes) == ["a", "b"]
     note(loads, "a", longest + 1)
     assert loads.ranked(["a", "b"], prefixes) == ["b", "a"]
-
-
-def test_a_router_that_is_not_asked_holds_nothing(loads: RouterLoads) -> None:
-    note(loads, "gone", 0, PREFIXES)
-    note(loads, "b", 1)
-    assert loads.ranked(["a", "b"], PREFIXES) == ["a", "b"]

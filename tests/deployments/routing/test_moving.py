@@ -79,9 +79,3 @@ def test_moves_come_to_an_end(depths: list[int], num_ingresses: int) -> None:
         depths[shallowest] += sum(moves)
         assert sum(depth**2 for depth in depths) <= before
     assert max(depths) - min(depths) < moving.SMALLEST_DIFFERENCE
-
-
-def test_several_ingresses_move_their_shares() -> None:
-    """Together they move half of the difference."""
-    plans = [plan_moves([Queue(40, {str(index): 1 for index in range(20)}, 0.5), queue(0)], 100) for _ in range(2)]
-    assert [len(plan) for plan in plans] == [10, 10]

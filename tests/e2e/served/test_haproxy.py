@@ -19,16 +19,20 @@ pytestmark = [
     pytest.mark.skipif(find_haproxy() is None, reason="no HAProxy on this machine"),
 ]
 
-QUIET_S = 2.0
+COSTLY = ["a million empty prompts", "90,000 valid messages", "1,000 valid messages"]
+"""A body that is counted, another that is parsed, and a conversation that is rendered and tokenized."""
+OTHERS = [name for name in ABUSES if name not in (*COSTLY, *HEAVY)]
+QUIET_S = 1.5
 EACH_S = 1.5
 TRIES = 3
 """Other programs hold clients up as well, but not three times in a row."""
 BODY = {"prompt": "This PEP", "max_tokens": 600, "ignore_eos": True, "temperature": 0.7, "seed": 3}
 
 
-def test_costly_bodies_hold_nobody_up(server, monkeypatch):
+@pytest.mark.parametrize("names", [COSTLY, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["three", "others"])
+def test_costly_bodies_hold_nobody_up(server, monkeypatch, names):
     monkeypatch.setattr(abuse, "QUIET_S", QUIET_S)
-    names, failures = [name for name in ABUSES if name not in HEAVY], [""]
+    failures = [""]
     for _ in range(TRIES):
         rows = list(outcomes(server.url, names, EACH_S))
         names = [row.name for row in rows if row.failures]

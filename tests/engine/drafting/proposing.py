@@ -53,6 +53,17 @@ def check(draft, text, params, model):
             assert children == expected[: len(children)]
 
 
+def target_path(text, draft, params, model):
+    """What a target that is `model` commits: the nodes on its path, and the token after them."""
+    node, tokens = -1, []
+    while True:
+        tokens.append(int(scores_after(model, text, tokens, params).argmax()))
+        pairs = enumerate(zip(draft.parents, draft.token_ids, strict=True))
+        node = next((child for child, edge in pairs if edge == (node, tokens[-1])), None)
+        if node is None:
+            return tokens
+
+
 class Counting:
     """A model that counts its forward passes and their tokens."""
 

@@ -13,16 +13,14 @@ from transformers import (
 )
 
 from engine.config import EngineConfig, ModelConfig
-from engine.execution.footprint import footprint, of_weights, with_head
-from engine.execution.memory import Footprint
+from engine.execution.footprint import footprint, of_weights
 from engine.execution.registry import make_backend
-from engine.heads.config import HeadConfig
 from engine.heads.registry import load_target
 from engine.models.layers.quantization import layer_bytes, linear_layers, on_meta
 from engine.models.registry import open_model
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.heads.files import head_settings, head_tensors, save_head
-from tests.engine.hybrids.test_state_tensors import BAMBA, CHUNK
+from tests.engine.hybrids.models import BAMBA
 from tests.engine.tiny import GEMMA4, MISTRAL3, SIZES, T5_SIZES, backend_of, save
 
 
@@ -62,21 +60,31 @@ def test_weights_keys_and_values_take_what_is_loaded_and_allocated(name, tmp_pat
         assert measure(str(tmp_path)).weight_bytes == planned.weight_bytes
 
 
-def test_an_encoder_decoder_has_a_mask_for_each_head():
-    few, many = (
-        of_weights("x", 0, T5Config(**T5_SIZES | {"num_heads": heads, "d_kv": 48 // heads}), EngineConfig(),
-                   longest=2048, dtype=torch.float32)
-        for heads in (2, 4)
-    )  # fmt: skip
-    assert many.workspace_bytes - few.workspace_bytes == 2 * 2 * 1024 * 2048 * 4
-
-
 def test_a_rank_takes_its_slices_and_all_that_every_rank_holds_whole(target_path):
     """Embeddings and norms are whole on both ranks; all other layers are halves."""
     whole, half = measure(target_path), measure(target_path, world_size=2)
     kept_whole = 4 * (VOCAB * 32 + 5 * 32)
     assert half.weight_bytes == kept_whole + (whole.weight_bytes - kept_whole) // 2
     assert half.kv_token_bytes == whole.kv_token_bytes // 2
+    lengths = [measure(target_path, max_model_len=length).max_model_len for length in (100, 100_000)]
+    assert lengths == [100, whole.max_model_len]
+
+
+def test_a_pass_over_more_tokens_wider_layers_or_more_masks_needs_more_workspace(target_path):
+    for field in ("max_num_batched_tokens", "max_num_seqs", "num_speculative_tokens"):
+        small, large = measure(target_path, **{field: 4}), measure(target_path, **{field: 64})
+        assert small.workspace_bytes < large.workspace_bytes, field
+
+    def workspace(config):
+        return of_weights("x", 0, config, EngineConfig(), longest=2048, dtype=torch.float32).workspace_bytes
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32}
+    narrow, mixed, wide = (
+        workspace(Gemma3nTextConfig(**sizes, intermediate_size=widths)) for widths in ([64] * 2, [64, 1024], [1024] * 2)
+    )
+    assert narrow < mixed == wide
+    few, many = (workspace(T5Config(**T5_SIZES | {"num_heads": heads, "d_kv": 48 // heads})) for heads in (2, 4))
+    assert many - few == 2 * 2 * 1024 * 2048 * 4
 
 
 def test_a_text_part_is_counted_quantised_whatever_its_layers_are_called_in_the_files(tmp_path):
@@ -90,30 +98,6 @@ def test_a_text_part_is_counted_quantised_whatever_its_layers_are_called_in_the_
     )
 
 
-def test_the_context_is_the_models_own_or_a_shorter_one(target_path):
-    assert measure(target_path).max_model_len == 512
-    assert measure(target_path, max_model_len=100).max_model_len == 100
-    assert measure(target_path, max_model_len=100_000).max_model_len == 512
-
-
-@pytest.mark.parametrize("field", ["max_num_batched_tokens", "max_num_seqs", "num_speculative_tokens"])
-def test_a_pass_over_more_needs_more_workspace(target_path, field):
-    small, large = measure(target_path, **{field: 4}), measure(target_path, **{field: 64})
-    assert small.workspace_bytes < large.workspace_bytes
-
-
-def test_the_widest_of_layers_that_differ_counts():
-    narrow, mixed, wide = (
-        Gemma3nTextConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=widths)
-        for widths in ([64, 64], [64, 1024], [1024, 1024])
-    )
-    workspace = [
-        of_weights("x", 0, config, EngineConfig(), longest=2048, dtype=torch.float32).workspace_bytes
-        for config in (narrow, mixed, wide)
-    ]
-    assert workspace[0] < workspace[1] == workspace[2]
-
-
 def test_slots_take_what_the_cache_allocates_and_a_pass_has_one_chunk_more(tmp_path, monkeypatch):
     path, settings = save(BambaConfig(**BAMBA), tmp_path), {"num_speculative_tokens": 3}
     planned = measure(path, max_num_batched_tokens=100, **settings)
@@ -122,18 +106,8 @@ def test_slots_take_what_the_cache_allocates_and_a_pass_has_one_chunk_more(tmp_p
     assert planned.state_bytes == sum(tensor.nbytes for tensor in slots) // 5
     assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
     monkeypatch.setattr("engine.execution.footprint.planned_states", lambda _: ([], 0))
-    stateless = measure(path, max_num_batched_tokens=100 + CHUNK, **settings)
+    stateless = measure(path, max_num_batched_tokens=100 + BAMBA["mamba_chunk_size"], **settings)
     assert (stateless.state_bytes, stateless.workspace_bytes) == (0, planned.workspace_bytes)
-
-
-def test_a_head_adds_its_weights_its_layers_and_a_state_per_token():
-    layers = LlamaConfig(hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=3)
-    head = HeadConfig(
-        kind="eagle3", layers=layers, taps=(1, 2), vocab_size=64, draft_vocab_size=64, target_hidden_size=32
-    )
-    plain = Footprint("target", 1000, 500, 64, 512)
-    counted = with_head(plain, head, 100, EngineConfig(max_num_batched_tokens=10), torch.bfloat16, torch.float8_e4m3fn)
-    assert counted == Footprint("target", 1100, 500 + 2 * 10 * 2 * 32 * 2, 64 + 3 * 2 * 16 + 24 * 2, 512)
 
 
 def test_a_head_takes_what_is_loaded_and_allocated(tmp_path):
@@ -145,6 +119,8 @@ def test_a_head_takes_what_is_loaded_and_allocated(tmp_path):
     shared = {parameter.data_ptr() for parameter in loaded.module.lm.parameters()}
     own = [parameter for parameter in loaded.head.parameters() if parameter.data_ptr() not in shared]
     assert counted.weight_bytes - plain.weight_bytes == sum(parameter.nbytes for parameter in own)
+    tapped = len(loaded.head.config.taps) * 32 * 4
+    assert counted.workspace_bytes - plain.workspace_bytes == 2 * EngineConfig().max_num_batched_tokens * tapped
     kv = make_backend(loaded, sources[1]).allocate_kv(3, 4)
     assert counted.kv_token_bytes * 12 == sum(tensor.nbytes for tensor in (*kv.keys, *kv.values, kv.states))
     own_path = open_model(ModelConfig(target, head=target, device="cpu"))

@@ -1,6 +1,6 @@
 """Settings of tiny models with linear layers, each with every kind of layer that its family mixes, by class name."""
 
-from tests.engine.tiny import EXPERTS, HEADS, LATENT
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES
 
 _MIX = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 _CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
@@ -59,3 +59,6 @@ HYBRIDS = {
         "sliding_window": 6,
     },
 }
+
+BAMBA = SIZES | HYBRIDS["Bamba"] | {"num_hidden_layers": 2, "attn_layer_indices": [1]}
+"""A layer of Mamba 2, and a layer of attention."""

@@ -1,7 +1,6 @@
 """CausalLM: the shape of its KV cache on one device or one of several ranks, and a pass through the module itself."""
 
 import pytest
-import torch
 from transformers import (
     DeepseekV3Config,
     Gemma3Config,
@@ -12,11 +11,9 @@ from transformers import (
     T5Config,
 )
 
-from engine.models.causal_lm import forward, kv_shape
+from engine.models.causal_lm import kv_shape
 from engine.models.layers.layer_attention import KVShape
-from tests.engine.tiny import GEMMA4, SHARED, SIZES, T5_SIZES, model_of
-
-CPU = torch.device("cpu")
+from tests.engine.tiny import GEMMA4, SHARED, SIZES, T5_SIZES
 
 
 @pytest.mark.parametrize(
@@ -45,27 +42,3 @@ def test_layers_that_share_have_no_place_and_the_others_one_of_their_own_size():
     assert shape == KVShape(4, 2, 16, 16, ((2, 16, 16), (1, 32, 32)) * 2)
     assert shape.token_numbers == 4 * 64
     assert kv_shape(Gemma3nTextConfig(**SIZES | SHARED), 1) == KVShape(4, 2, 16, 16)
-
-
-class NoAttention:
-    """A context in which no token sees another; it notes what it is called with."""
-
-    def __init__(self):
-        self.calls = []
-
-    def attend(self, layer, query, key, value, params):
-        self.calls.append((layer, tuple(query.shape), tuple(key.shape), params.window))
-        return torch.zeros(query.shape[1], query.shape[0], query.shape[2])
-
-
-def test_a_pass_asks_the_context_once_per_layer_and_returns_the_rows_that_are_wanted(target_path):
-    model = model_of(target_path)
-    token_ids, positions = torch.tensor([9, 4, 9, 7]), torch.tensor([0, 1, 2, 3])
-    context = NoAttention()
-    with torch.no_grad():
-        everything = forward(model.module, token_ids, positions, torch.arange(4), context)
-        wanted = forward(model.module, token_ids, positions, torch.tensor([3, 0]), NoAttention())
-    assert context.calls == [(layer, (4, 4, 8), (2, 4, 8), None) for layer in range(2)]
-    assert everything.shape == (4, 64)
-    assert torch.allclose(everything[0], everything[2], atol=1e-5), "without attention, a token's logits are its own"
-    assert torch.allclose(wanted, everything[[3, 0]], atol=1e-5)

@@ -6,12 +6,11 @@ import transformers
 
 from engine.errors import ModelError
 from engine.models import loader
-from engine.models.causal_lm import CausalLM, Shard
+from engine.models.causal_lm import CausalLM
 from engine.models.layers.fusion import FusedLinear
 from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.loader import resolve_device, resolve_dtype
-from tests.engine.ranks import AbsentOthers
-from tests.engine.tiny import EXPERTS, HEADS, SIZES, check_same, model_of, save, source_of
+from tests.engine.tiny import SIZES, model_of, save, source_of
 
 CPU = torch.device("cpu")
 SECOND_GPU = torch.device("cuda", 1)
@@ -34,40 +33,12 @@ def test_what_is_known_of_a_model_comes_from_its_files(dtype, tmp_path):
     config = transformers.LlamaConfig(**SIZES)
     save(config, tmp_path)
     transformers.GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
-    info = model_of(tmp_path, dtype=dtype).info
+    info = (model := model_of(tmp_path, dtype=dtype)).info
     assert (info.name, info.vocab_size, info.max_model_len) == (str(tmp_path), 64, 512)
     assert info.eos_token_ids == [1, 7]
     assert info.num_parameters == transformers.AutoModelForCausalLM.from_config(config).num_parameters()
     assert (info.dtype, info.device) == (dtype, "cpu")
-
-
-def test_weights_are_converted_to_the_number_format(target_path):
-    model = model_of(target_path, dtype="bfloat16")
-    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
-
-
-GEMMA3 = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES = {
-    "two rotary bases": ("Gemma3TextConfig", HEADS | GEMMA3, "bfloat16", "files"),
-    "a tied head": ("Qwen3Config", HEADS | {"tie_word_embeddings": True}, "float16", "files"),
-    "packed experts": ("GptOssConfig", HEADS | EXPERTS, "bfloat16", "files"),
-    "norms in float32": ("GptOssConfig", HEADS | EXPERTS, "float16", "files"),
-    "experts by themselves": ("MixtralConfig", EXPERTS, "bfloat16", "files"),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_read_from_its_files_is_the_one_that_transformers_loads(family, tmp_path, caplog):
-    cls, extra, dtype, loaded_by = FAMILIES[family]
-    cls, dtype = getattr(transformers, cls), getattr(torch, dtype)
-    save(cls(**SIZES | {key: value for key, value in extra.items() if key in cls.__dataclass_fields__}), tmp_path)
-    source = source_of(tmp_path)
-    settings = source.configuration.to_dict()
-    caplog.set_level("INFO", "engine.models.loader")
-    module = loader.load_whole(source, loader.skeleton_of(source, dtype), dtype, CPU)
-    check_same(module, CausalLM.load_module(source.directory, source.configuration, dtype))
-    assert source.configuration.to_dict() == settings
-    assert ("transformers loads the weights" in caplog.text) is (loaded_by == "transformers")
+    assert {parameter.dtype for parameter in model.module.parameters()} == {getattr(torch, dtype)}
 
 
 def test_what_transformers_converts_is_converted_on_the_device(tmp_path, monkeypatch):
@@ -78,15 +49,6 @@ def test_what_transformers_converts_is_converted_on_the_device(tmp_path, monkeyp
     source = source_of(tmp_path)
     loader.load_whole(source, loader.skeleton_of(source, torch.bfloat16), torch.bfloat16, device)
     assert arguments == {"device_map": {"": device}}
-
-
-def test_a_rank_loads_its_own_slices_and_a_single_rank_the_whole_model(target_path):
-    whole = model_of(target_path).info.num_parameters
-    assert model_of(target_path, Shard(0, 1, AbsentOthers())).info.num_parameters == whole
-    shard = Shard(1, 2, AbsentOthers())
-    rank = model_of(target_path, shard)
-    assert rank.shard is shard
-    assert rank.info.num_parameters < whole
 
 
 UNSERVED = {

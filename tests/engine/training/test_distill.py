@@ -8,22 +8,11 @@ from rich.console import Console
 from engine.training.distill import DistillOptions, distill, divergence
 from engine.training.loop import Plan
 from engine.training.small_model import Size
-from tests.engine.training.test_pretrain import interrupted_in, weights
+from tests.engine.training.test_pretrain import weights
 
 OPTIONS = DistillOptions(batch_tokens=128, length=32, continuations=4)
 PLAN = Plan(steps=6, lr_warmup=2, checkpoint_every_s=0)
 DRAFT = Size.parse("1x32", context=64)
-
-
-def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
-    corpus: Path, target: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    distill([corpus], target, DRAFT, tmp_path / "whole", OPTIONS, PLAN, console)
-    with interrupted_in(2, monkeypatch), pytest.raises(KeyboardInterrupt):
-        distill([corpus], target, DRAFT, tmp_path / "parts", OPTIONS, PLAN, console)
-    distill([corpus], target, DRAFT, tmp_path / "parts", OPTIONS, PLAN, console)
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_a_draft_directory_is_trained_further_without_continuations(

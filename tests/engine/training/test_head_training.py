@@ -46,10 +46,10 @@ def test_losses_are_divergence_and_variation():
 
 HEADS = {
     "eagle3 of two layers": head_config(layers=2, fc_norm=True, norm_output=True),
-    "eagle3 with a draft vocabulary": head_config(draft_vocab=20),
     "dflash": block_config(types=[FULL, SLIDING]),
-    "dspark": block_config(kind="dspark", **ANCHOR, markov_rank=8, markov_head_type="rnn"),
-    "dspark with a draft vocabulary": block_config(kind="dspark", draft_vocab=33, **ANCHOR, markov_rank=8),
+    "dspark with a draft vocabulary": block_config(
+        kind="dspark", draft_vocab=33, **ANCHOR, markov_rank=8, markov_head_type="rnn"
+    ),
 }
 PROMPTS = ["the whale", "a ship and every sailor saw the", "night"]
 
@@ -73,8 +73,9 @@ def test_the_steps_of_serving_are_those_of_training(target_path, name):
     assert len(set(drafted)) > 1
 
 
-@pytest.mark.parametrize("shape", [HeadShape(kind="eagle3", draft_vocab=100), HeadShape(block_size=4)])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("shape", "temperature"), [(HeadShape(kind="eagle3", draft_vocab=100), 0.0), (HeadShape(block_size=4), 1.0)]
+)
 def test_what_is_measured_and_saved_is_what_the_engine_serves(target, tmp_path, shape, temperature):
     model, tokenizer = load_model(target)
     torch.manual_seed(0)

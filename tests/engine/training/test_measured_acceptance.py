@@ -26,36 +26,25 @@ def test_rounds_end_at_the_first_disagreement_and_a_cut_round_is_left_out() -> N
     assert Acceptance([]).mean_acceptance_length(4) == 1.0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_target_accepts_everything_from_itself(target: Path, temperature: float) -> None:
-    model, tokenizer = load_model(target)
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    continuations = continue_prompts(model, prompts, 24, temperature)
-    assert continuations.acceptance(model).rate() == 1.0
-
-
-def test_padding_changes_no_continuation(target: Path) -> None:
+def test_padding_changes_no_continuation_and_a_target_accepts_everything_from_itself(target: Path) -> None:
     model, tokenizer = load_model(target)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     together = continue_prompts(model, prompts, 24, 0.7)
+    assert together.acceptance(model).rate() == 1.0
     for i, prompt in enumerate(prompts):
         alone = continue_prompts(model, [prompt], 24, 0.7, first_seed=i)
         assert torch.equal(alone.token_ids[0, -24:], together.token_ids[i, -24:])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_measured_is_what_the_engine_serves(target: Path, tmp_path: Path, temperature: float) -> None:
+def test_what_is_measured_is_what_the_engine_serves(target: Path, tmp_path: Path) -> None:
     model, tokenizer = load_model(target)
     draft = build_model(Size.parse("1x32", context=64), tokenizer, seed=1)
     draft.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    measured = continue_prompts(model, prompts, 24, temperature)
+    measured = continue_prompts(model, prompts, 24, 1.0)
     llm = LLM(target, tmp_path, num_speculative_tokens=4, dtype="float32", compile="off")
-    params = [
-        SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True)
-        for seed in range(len(prompts))
-    ]
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(3)]
     served = llm.generate(prompts, params, show_progress=False)
     assert [out.outputs[0].token_ids for out in served] == measured.token_ids[:, -24:].tolist()
     accepted = measured.acceptance(draft).accepted_lengths(4)

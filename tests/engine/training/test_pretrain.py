@@ -46,6 +46,7 @@ def test_a_run_interrupted_by_ctrl_c_and_resumed_equals_an_uninterrupted_one(
     with interrupted_in(3, monkeypatch), pytest.raises(KeyboardInterrupt):
         pretrain([corpus], tmp_path / "parts", OPTIONS, PLAN, console)
     assert not (tmp_path / "parts" / "model.safetensors").exists()
+    assert (tmp_path / "parts" / CHECKPOINT).exists()
     pretrain([corpus], tmp_path / "parts", OPTIONS, PLAN, console)
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert whole.keys() == parts.keys()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.drafting.copying.combined import Continuation
 from engine.drafting.copying.suffix import _MAX_SALTS, SuffixDrafter
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, ProposeRow, Request, chain, run_in_process
@@ -84,3 +85,16 @@ def test_drafts_grow_while_they_are_accepted_and_shrink_while_they_are_not():
         propose(drafter, text)
     [draft] = propose(drafter, request("at last", [5, 6, 7, 8, 9, 5, 6]))
     assert len(draft.token_ids) <= 1
+
+
+def judged(truth):
+    """How often tokens after matches are accepted, after 7 and 8 were proposed and other tokens came."""
+    drafter = SuffixDrafter()
+    drafter._proposed["a"] = Continuation([7, 8], 1.0, 2), 2
+    drafter._observe(ProposeRow(Request("a", [1, 2, *truth], 2, SamplingParams()), 8))
+    return [drafter._acceptance.rate(place) for place in range(5)]
+
+
+def test_tokens_after_the_first_rejected_one_do_not_count():
+    assert judged([5, 8]) == judged([5]) != judged([7, 8])
+    assert judged([5])[0] < judged([])[0] < judged([7, 8])[0]

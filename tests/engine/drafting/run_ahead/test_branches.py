@@ -1,4 +1,4 @@
-"""Branches: how likely verdicts are, and where each leads; what branches draft is tested in `test_chains`."""
+"""Branches: how likely verdicts are, and where each leads; what branches draft is tested in `test_run_ahead`."""
 
 import itertools
 import math

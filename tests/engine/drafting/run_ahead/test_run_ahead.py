@@ -18,7 +18,17 @@ from engine.verification.decider import paths
 from engine.verification.rule import RULES
 from tests.engine.conftest import VOCAB
 from tests.engine.drafting import proposing
-from tests.engine.drafting.proposing import GREEDY, PARAMS, Counting, Failing, context_model, finish, propose, row
+from tests.engine.drafting.proposing import (
+    GREEDY,
+    PARAMS,
+    Counting,
+    Failing,
+    context_model,
+    finish,
+    propose,
+    row,
+    target_path,
+)
 from tests.fakes import LateModel, run_ahead
 
 MODEL, K = context_model(1), 4
@@ -52,14 +62,7 @@ def make(shape, model=MODEL, clock=lambda: 0.0, **settings: Any):
 
 
 def committed(text, draft, params):
-    """What a target that is the model commits: the tokens on its path, and the token after them."""
-    node, tokens = -1, []
-    while True:
-        tokens.append(int(proposing.scores_after(MODEL, text, tokens, params).argmax()))
-        pairs = enumerate(zip(draft.parents, draft.token_ids, strict=True))
-        node = next((child for child, edge in pairs if edge == (node, tokens[-1])), None)
-        if node is None:
-            return tokens
+    return target_path(text, draft, params, MODEL)
 
 
 CASES = [

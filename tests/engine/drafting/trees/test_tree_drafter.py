@@ -150,6 +150,18 @@ def test_a_nearly_sure_draft_is_deep_although_it_has_siblings(num_nodes):
     assert total(law, paths) == pytest.approx(sum(best))
 
 
+def test_no_more_levels_are_computed_than_can_matter():
+    """What follows the last node of a chain cannot."""
+    passes = []
+
+    def law(path):
+        passes.append(path)
+        return {0: 0.9, 1: 0.1}
+
+    grow(4, law)
+    assert set(passes) == {(), (0,), (1,), (0, 0), (0, 0, 0)}
+
+
 def grown_ahead(num_nodes, law, *, num_passes=12, width=8, max_depth=100, end_ids=()):
     """A tree that was sent and grows on, of any depth in each pass."""
     tree = grow(num_nodes, law, end_ids=end_ids)

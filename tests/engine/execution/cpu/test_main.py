@@ -38,8 +38,8 @@ def test_a_head_is_compiled_beside_its_target(target_path, monkeypatch):
     compiled = []
 
     def load(source):
-        model = load_model(source)
         assert source.config.head == "a head"
+        model = load_model(source)
         return with_head(model, random_head(model, head_config()))
 
     monkeypatch.setattr(command, "load_target", load)

@@ -1,8 +1,7 @@
-"""A CUDA device whose memory is the host's: tensors know their device, kernels are interpreted, graphs can be replayed.
+"""A CUDA device whose memory is the host's: tensors know their device, and kernels are interpreted.
 
-Real numbers are computed, so rounds can be compared with the CPU's. Three things that only a GPU would show are
-errors here: operators and kernels over tensors of two devices, reading before a graph was replayed, and waiting while
-a graph is captured. `waits` lists what makes the host wait for the device, in order.
+Real numbers are computed, so rounds can be compared with the CPU's. Operators and kernels over tensors of two devices,
+which only a GPU would show, are errors here. `waits` lists what makes the host wait for the device, in order.
 """
 
 import contextlib
@@ -33,7 +32,6 @@ _SYNCHRONISING = {
     _aten._unique2.default: "unique",
     _aten.equal.default: "equal",
 }
-_UNDEFINED = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
 
 
 class DeviceTensor(Tensor):
@@ -79,14 +77,10 @@ class FakeGPU(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[tuple[str, str]] = []
-        self.num_replays = 0
-        self.captured: list[Callable[[], None]] | None = None
         self._pinned: dict[int, Tensor] = {}  # kept, so that no other tensor gets the address
 
     def wait(self, kind: str) -> None:
         """Note that the host waits, and where."""
-        if self.captured is not None:
-            raise RuntimeError(f"{kind} while a graph is captured")
         files = [Path(frame.filename) for frame in traceback.extract_stack()]
         self.waits.append((kind, next((file.stem for file in reversed(files) if ENGINE in file.parents), "a test")))
 
@@ -130,7 +124,8 @@ class FakeGPU(TorchDispatchMode):
             self._copy(args[1], args[0], to_device=_is_on_device(args[0]), non_blocking=args[2:] == (True,))
         elif is_on_device:
             self._check(func, args, flat)
-        results = self._compute(func, args, kwargs, is_device_work=is_on_device or goes_to_device)
+        args, kwargs = _on_host((args, kwargs))
+        results = func(*args, **kwargs)
         if is_pinned:
             self._pinned[results.untyped_storage().data_ptr()] = results
         return self._wrapped(results, flat) if goes_to_device else results
@@ -140,39 +135,15 @@ class FakeGPU(TorchDispatchMode):
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         assert all(map(_is_on_device, tensors)), "a kernel was given a tensor of the host"
         args, kwargs = _on_host((args, kwargs))
-
-        def run() -> None:
-            with _disable_current_modes():
-                kernel(*args, **kwargs)
-
-        run()
-        if self.captured is not None:
-            self.captured.append(run)
-
-    def _compute(self, func: Any, args: Any, kwargs: Any, *, is_device_work: bool) -> Any:
-        args, kwargs = _on_host((args, kwargs))
-        results = func(*args, **kwargs)
-        if self.captured is not None and is_device_work and func not in _UNDEFINED:
-            kept = [tensor for tensor in tree_flatten(results)[0] if isinstance(tensor, Tensor)]
-
-            def replay() -> None:
-                again = [tensor for tensor in tree_flatten(func(*args, **kwargs))[0] if isinstance(tensor, Tensor)]
-                for old, new in zip(kept, again, strict=True):
-                    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():  # no view, not in place
-                        old.copy_(new)
-
-            self.captured.append(replay)
-        return results
+        with _disable_current_modes():
+            kernel(*args, **kwargs)
 
     def _copy(self, source: Tensor, target: Tensor | None, *, to_device: bool, non_blocking: bool) -> None:
         if _is_on_device(source) and not to_device:
             if not (non_blocking and (target is None or self._is_pinned(target))):  # torch pins what it makes for this
                 self.wait("copy to host")
-        elif to_device and not _is_on_device(source) and source.dim():
-            if self.captured is not None:
-                raise RuntimeError("a copy from the host while a graph is captured")
-            if not non_blocking:
-                self.wait("blocking copy from host")
+        elif to_device and not _is_on_device(source) and source.dim() and not non_blocking:
+            self.wait("blocking copy from host")
 
     def _check(self, func: Any, args: Any, flat: list[Any]) -> None:
         if func in _SYNCHRONISING:
@@ -195,28 +166,6 @@ class FakeGPU(TorchDispatchMode):
             return owners[id(result)] if id(result) in owners else DeviceTensor(result)
 
         return tree_map(wrap, results)
-
-
-class FakeGraph:
-    """What is computed while it is captured, it computes again when it is replayed."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self._gpu = gpu
-        self._work: list[Callable[[], None]] = []
-
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
-        self._gpu.captured = self._work
-        try:
-            yield
-        finally:
-            self._gpu.captured = None
-
-    def replay(self) -> None:
-        self._gpu.num_replays += 1
-        with _disable_current_modes():
-            for work in self._work:
-                work()
 
 
 _gpus: list[FakeGPU] = []
@@ -260,10 +209,6 @@ def fake_gpu(monkeypatch: Any) -> Iterator[FakeGPU]:
         "Stream": lambda *_, **_options: stream,
         "Event": lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None),
         "stream": lambda _: contextlib.nullcontext(),
-        "graph_pool_handle": lambda: (0, 0),
-        "CUDAGraph": lambda **_: FakeGraph(gpu),
-        "graph": lambda graph, **_: graph.capture(),
-        "is_current_stream_capturing": lambda: gpu.captured is not None,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
     }

@@ -56,48 +56,23 @@ def test_a_call_may_begin_while_another_is_under_way():
     assert torch.equal(block.v_proj(x), expected[2])
 
 
-def test_blocks_may_share_an_input():
-    """As where attention and MLP run side by side."""
-    block, x = fused_block(), torch.randn(3, 8)
-    other = nn.ModuleDict({name: nn.Linear(8, 6) for name in ("gate_proj", "up_proj")}).requires_grad_(False)
-    up = other.up_proj(x)
-    fuse_projections(other)
-    expected = block(x)
-    block.q_proj(x)
-    other.gate_proj(x)
-    torch.testing.assert_close(block.k_proj(x), expected[1])
-    torch.testing.assert_close(other.up_proj(x), up)
-
-
-def test_a_sibling_computes_its_projection_itself_if_it_comes_first():
+def test_a_sibling_computes_its_projection_itself_if_it_comes_first_and_results_go_with_the_input():
     block, x = fused_block(), torch.randn(3, 8)
     keys = block.k_proj(x)
     assert torch.equal(keys, block(x)[1])
-
-
-def test_results_go_with_the_input():
-    block, x = fused_block(), torch.randn(3, 8)
-    block(x)
     results = [weakref.ref(result) for result in x.fused[1]]
     del x
     assert [result() for result in results] == [None] * 3
 
 
-def test_layers_that_do_more_than_multiply_are_left_alone():
+def test_layers_that_do_more_than_multiply_or_of_which_only_some_have_a_bias_are_left_alone():
     class Other(nn.Linear):
         pass
 
-    model = nn.ModuleList([Block(kind=Other)])
-    fuse_projections(model)
-    assert type(model[0].q_proj) is nn.Linear
-
-
-def test_layers_of_which_only_some_have_a_bias_are_left_alone():
-    block = Block()
+    other, block = Block(kind=Other), Block()
     block.v_proj = nn.Linear(8, 4, bias=False)
-    model = nn.ModuleList([block])
-    fuse_projections(model)
-    assert type(block.q_proj) is nn.Linear
+    fuse_projections(nn.ModuleList([other, block]))
+    assert [type(one.q_proj) for one in (other, block)] == [nn.Linear] * 2
 
 
 def test_packed_layers_of_which_only_some_have_zeros_compute_what_they_did():

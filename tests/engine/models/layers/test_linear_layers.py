@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.models.first_layers import first_layers
-from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import planned_states, prepare_linear_layers
 from engine.protocols import SlotRow
 from tests.engine.hybrids.models import HYBRIDS
-from tests.engine.tiny import SIZES, backend_of, check_same, save, source_of
+from tests.engine.tiny import SIZES, backend_of, save
 
 LENGTHS = [19, 3, 1, 8]
 CONTEXTS = [torch.randint(2, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
@@ -108,38 +107,11 @@ def test_the_first_layers_have_the_states_and_keys_of_these_layers(count, backen
     check(run(part, [rows(0, 19, LENGTHS)]), whole)
 
 
-@torch.inference_mode()
-def test_the_loaded_weights_are_those_that_transformers_loads(path, backend, reference):
-    """A backend fuses projections, so this loads another one."""
-    from engine.models.loader import load_whole, skeleton_of
-
-    source = source_of(path)
-    check_same(load_whole(source, skeleton_of(source, torch.float32), torch.float32, torch.device("cpu")), reference)
-
-
 def test_planned_states_are_those_of_the_loaded_model(backend):
     shapes, chunk = planned_states(backend.model.config)
     assert list(backend.model.state_shapes) == shapes
     assert backend.info.state_chunk == chunk
     assert backend.model.why_eager(backend.model.config) == "it has linear layers"
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "chunk", "kv_layers"),
-    [
-        ("Qwen3Next", StateShape(80, 3, 4, 8, 12, 4, 1), 64, 2),
-        ("KimiLinear", StateShape(48, 3, 2, 8, 8, 2, 8), 64, 2),
-        ("NemotronH", StateShape(96, 3, 4, 16, 8, 2, 1), 8, 1),
-        ("FalconH1", StateShape(96, 3, 4, 16, 8, 2, 1), 8, 3),
-        ("Zamba2", StateShape(96, 3, 4, 16, 8, 2, 1), 8, 2),
-        ("Lfm2", StateShape(32, 2), 1, 2),
-    ],
-)
-def test_states_have_the_sizes_of_the_layers(name, shape, chunk, kv_layers, tmp_path):
-    backend = loaded(save(config_of(name), tmp_path))
-    assert {*backend.model.state_shapes} == {shape}
-    assert backend.info.state_chunk == chunk
-    assert backend.model.kv_shape.layers == kv_layers
 
 
 def test_a_model_whose_layers_are_not_those_of_its_configuration_is_refused():
@@ -176,14 +148,3 @@ def test_a_pass_whose_context_does_not_arrive_is_refused(backend):
     mixer = next(child for child in backend.model.module.modules() if hasattr(child, "state_layer"))
     with pytest.raises(ModelError, match="do not pass keyword arguments on to their linear layers"):
         mixer(torch.zeros(1, 2, SIZES["hidden_size"]))
-
-
-@torch.inference_mode()
-def test_the_text_part_of_a_model_with_images_is_loaded(tmp_path):
-    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    vision = sizes | {"patch_size": 2, "spatial_merge_size": 1, "temporal_patch_size": 1, "num_position_embeddings": 4}
-    config = transformers.Qwen3_5Config(text_config=config_of("Qwen3_5Text").to_dict(), vision_config=vision)
-    torch.manual_seed(0)
-    module = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    module.save_pretrained(tmp_path)
-    check(run(backend_of(tmp_path), [rows(0, 19, LENGTHS)]), module)

@@ -3,61 +3,37 @@
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
-from engine import LLM, SamplingParams
+from engine import SamplingParams
 from engine.models.layers.mixed_layers import describe_layers, why_mixed
 from tests.engine.models.layers.test_quantization import greedy, reference, write
-from tests.engine.tiny import EXPERTS, GEMMA4, HEADS, LLAMA4, MISTRAL3, SIZES, architectures_of, backend_of, save
+from tests.engine.test_zoo import expected, make_llm, outputs, save_family
+from tests.engine.tiny import EXPERTS, GEMMA4, HEADS, LLAMA4, SIZES, backend_of, save
 
-MODELS = {
-    "gemma 4": lambda: transformers.Gemma4TextConfig(**SIZES | GEMMA4),
-    "llama 4": lambda: transformers.Llama4TextConfig(**SIZES | LLAMA4),
-    "mistral 3": lambda: transformers.Mistral3Config(**MISTRAL3, tie_word_embeddings=False),
-}
 METHODS = {
-    "none": {"drafting": "none"},
-    "copies of 1": {"drafting": "suffix", "num_speculative_tokens": 1},
-    "copies of 4": {"drafting": "suffix", "num_speculative_tokens": 4},
-    "copies of 8, preempted": {"drafting": "suffix", "num_speculative_tokens": 8, "num_blocks": 8},
-    "its first layers": {"drafting": "self", "self_draft_layers": 3, "num_speculative_tokens": 4},
+    "copies, preempted": {"drafting": "suffix", "num_blocks": 8},
+    "its first layers": {"drafting": "self", "self_draft_layers": 3},
     "trees": {"drafting": "tree", "num_speculative_tokens": 8, "max_num_batched_tokens": 40},
 }
 PROMPTS = [[2, 3, 4, 5, 6, 7] * 4, [9, 30, 11] * 3, [2, 3, 4, 5, 6, 7, 2, 3, 4, 5, 6, 7, 40, 41]]
-LENGTH = 28
+PARAMS = SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True, logprobs=1)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """The folder of each model, and the texts that transformers generates."""
-    made = {}
-    for name, config in MODELS.items():
-        path = save(config(), tmp_path_factory.mktemp("model"), factor=4.0)
-        vocabulary = {f"t{i}": i for i in range(SIZES["vocab_size"])}
-        tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-        loaded = architectures_of(config()).from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-        module = loaded.eval()
-        settings = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        texts = [module.generate(torch.tensor([p]), **settings)[0, len(p) :].tolist() for p in PROMPTS]
-        assert len({token for text in texts for token in text}) > 6, "the model repeats one token"
-        made[name] = path, texts
-    return made
+@pytest.fixture(scope="module", params=["gemma4_text", "llama4_text"])
+def model(request, tmp_path_factory):
+    """A folder, and the texts that transformers generates."""
+    path = tmp_path_factory.mktemp("model")
+    save_family(request.param, path)
+    return path, expected(path, PROMPTS, PARAMS.max_tokens)[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_text_is_that_of_transformers_generate(name, method, models):
-    path, texts = models[name]
-    draft = path if method == "trees" else "none"
-    settings = {"dtype": "float32", "device": "cpu", "compile": "off", "speculation": "fixed"}
-    llm = LLM(path, draft, **settings | {"num_blocks": 64} | METHODS[method])
-    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+def test_the_text_is_that_of_transformers_generate(method, model):
+    path, texts = model
+    llm = make_llm(path, draft=path if method == "trees" else "none", **METHODS[method])
     for prompts in (PROMPTS, PROMPTS):  # the second time from the cache
-        assert [result.outputs[0].token_ids for result in llm.generate(prompts, params)] == texts
-    assert (llm.stats.num_accepted_tokens > 0) is (method != "none")
+        assert outputs(llm, prompts, PARAMS)[0] == texts
+    assert llm.stats.num_accepted_tokens > 0
     assert (llm.stats.num_preemptions > 0) is ("preempted" in method)
     assert llm.stats.num_cached_prompt_tokens > 0
 

@@ -18,7 +18,7 @@ from engine.execution.footprint import footprint
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import first_layers
 from engine.models.layers import quantization
-from engine.models.layers.quantization import QuantizedLinear, pack_nibbles, unpack_nibbles
+from engine.models.layers.quantization import QuantizedLinear, pack_nibbles
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from tests.engine.models.test_shards import load_ranks, logits_of
@@ -63,21 +63,17 @@ def greedy(module, count=24):
     return output[0, len(PROMPT) :].tolist()
 
 
-def write(backend, draft=None, k=0, count=24, **params):
-    sampling = SamplingParams(**({"temperature": 0.0} | params), max_tokens=count, ignore_eos=True)
+def write(backend, draft=None, k=0, count=24):
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     drafter = None if draft is None else lambda config: ModelDrafter(DraftModel(draft, token_limit=64), config)
     return run(make_engine(backend, drafter, num_speculative_tokens=k), [(PROMPT, sampling)])["0"]
 
 
 def check_texts(backend, module, draft):
-    """The text is transformers' own, without drafts, with another model's and with its own."""
+    """The text is transformers' own, without drafts and with another model's."""
     text = greedy(module)
     assert len(set(text)) > 5
-    assert write(backend) == text
-    for drafting in (draft, backend):
-        assert write(backend, drafting, 4) == text
-    seeded = write(backend, temperature=0.8, seed=3)
-    assert write(backend, draft, 4, temperature=0.8, seed=3) == seeded
+    assert write(backend) == write(backend, draft, 4) == text
     return text
 
 
@@ -86,36 +82,7 @@ def test_the_text_is_that_of_the_model_that_transformers_quantises(name, path, d
     backend = load(path, name)
     text = check_texts(backend, quantised_reference(path, name), load(draft_path, "int8"))
     assert text != greedy(reference(path))
-
-
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_a_quantised_target_drafts_for_itself_and_its_text_stays(name, path):
-    backend = load(path, name)
-    params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(8)]
-    requests = [(PROMPT[i:], one) for i, one in enumerate(params)]
-    plain = run(make_engine(backend, num_speculative_tokens=0), requests)
-    engine = make_engine(backend, drafting="self", self_draft_layers=1, num_speculative_tokens=4)
-    assert run(engine, requests) == plain
-    assert engine.stats.num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_the_weights_of_a_thinned_model_are_counted_as_those_of_one_that_is_not_quantised(name, path):
-    first = [first_layers(load(path, quantization).model, 1) for quantization in ("none", name)]
-    assert first[0].info.num_parameters == first[1].info.num_parameters
-
-
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_integers_and_scales_are_torchaos(name, path):
-    module = model_of(path, quantization=name).module
-    for index, layer in enumerate(quantised_reference(path, name).model.layers):
-        ours = module.model.layers[index]
-        fused = ours.self_attn.q_proj.linear
-        weights = [getattr(layer.self_attn, f"{part}_proj").weight for part in "qkv"]
-        assert torch.equal(fused.integers.float(), torch.cat([weight.qdata.float() for weight in weights]))
-        assert torch.equal(fused.scales, torch.cat([weight.scale for weight in weights]))
-        assert torch.equal(ours.mlp.down_proj.integers.float(), layer.mlp.down_proj.weight.qdata.float())
-    assert type(module.lm_head) is torch.nn.Linear
+    assert planned(path, name) == bytes_of(backend) - rotary_bytes(backend) < planned(path) / 2
 
 
 def bytes_of(backend):
@@ -134,20 +101,6 @@ def planned(path, quantization="none", world_size=1):
     return footprint(source, EngineConfig(), **settings).weight_bytes
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_the_plan_counts_the_bytes_of_the_quantised_weights(name, path):
-    backend = load(path, name)
-    assert planned(path, name) == bytes_of(backend) - rotary_bytes(backend)
-    assert planned(path, name) < planned(path) / 2
-
-
-def test_bfloat16_models_are_quantised_too(path):
-    module = load(path, "int4", dtype="bfloat16").model.module
-    layer = module.model.layers[0].mlp.down_proj
-    assert layer.scales.dtype == torch.bfloat16
-    assert layer(torch.ones(1, 128, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
 def test_tables_that_no_file_bounds_are_refused_before_they_are_allocated():
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}
     with pytest.raises(ValueError, match=r"tables of positions would have 8,000,000,000 numbers"):
@@ -161,14 +114,6 @@ def test_inputs_that_do_not_fit_into_groups_are_refused_by_name(tmp_path):
     load(tmp_path, "int8")
 
 
-def test_an_encoder_decoder_that_is_saved_quantised_is_refused(tmp_path):
-    config = transformers.T5Config(vocab_size=64, d_model=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    config.save_pretrained(tmp_path)
-    mark(tmp_path, quant_method="torchao")
-    with pytest.raises(ModelError, match="is an encoder-decoder, whose weights are not served quantised"):
-        load(tmp_path)
-
-
 def test_a_package_that_is_missing_is_named(path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="int8 needs the package torchao, which is not installed"):
@@ -178,21 +123,9 @@ def test_a_package_that_is_missing_is_named(path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_the_weights_of_all_ranks_are_those_of_the_whole_model(name, path):
+def test_ranks_compute_what_the_whole_model_does_with_slices_of_its_weights(name, path):
     whole = load(path, name)
     ranks, _ = load_ranks(path, 2, quantization=name, dtype="float32")
-    for index, layer in enumerate(whole.model.module.model.layers):
-        first, second = (rank.model.module.model.layers[index] for rank in ranks)
-        for part, axis in (("self_attn.o_proj", 1), ("mlp.down_proj", 1), ("mlp.gate_proj.linear", 0)):
-            one, other, both = (module.get_submodule(part) for module in (first, second, layer))
-            values = [module.values.view(torch.uint8) for module in (one, other, both)]
-            if axis == 0:  # gate and up of 64 outputs on each rank
-                assert torch.equal(torch.cat([values[0][:64], values[1][:64]]), values[2][:128])
-                assert torch.equal(torch.cat([one.scales[:64], other.scales[:64]]), both.scales[:128])
-            else:
-                assert torch.equal(torch.cat(values[:2], 1), values[2])
-                scales = torch.cat([one.scales, other.scales], 1) if name == "int4" else one.scales
-                assert torch.equal(scales, both.scales)
     (expected,) = logits_of([whole])
     for logits in logits_of(ranks):
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -219,7 +152,6 @@ def mark(path, **settings):
     ("saved", "quantization", "problem"),
     [
         ("nvfp4", "none", "is quantised as nvfp4, which is not served"),
-        ("fbgemm_fp8", "none", "is quantised as fbgemm_fp8, which is not served"),
         ("mxfp4", "int8", "already quantised, as mxfp4; it cannot be quantised to int8"),
         ("mxfp4", "none", "mxfp4 is served in gpt-oss, not in LlamaForCausalLM"),
     ],
@@ -260,57 +192,6 @@ def test_torchaos_weights_with_zeros_stay_quantised_and_quantised_inputs_are_ref
     reference(path, quantization_config=dynamic).save_pretrained(tmp_path / "dynamic")
     with pytest.raises(ModelError, match="quantise their inputs"):
         load(tmp_path / "dynamic")
-
-
-def save_compressed(path, target):
-    """Write a model as llm-compressor does: 4-bit integers in words of 32 bits, a scale for each group of 32."""
-    weights = load_file(path + "/model.safetensors")
-    for name in [name for name in weights if "_proj.weight" in name]:
-        weight = weights.pop(name)
-        groups = weight.view(len(weight), -1, 32)
-        scales = groups.abs().amax(-1) / 7
-        integers = (groups / scales.unsqueeze(-1)).round().clamp(-8, 7).flatten(1).to(torch.int32) + 8
-        words = (integers.view(len(weight), -1, 8) << torch.arange(0, 32, 4)).sum(-1)
-        base = name.removesuffix("weight")
-        weights[base + "weight_packed"] = words.to(torch.uint32).view(torch.int32)
-        weights[base + "weight_scale"] = scales
-        weights[base + "weight_shape"] = torch.tensor(weight.shape)
-    save_file(weights, target / "model.safetensors", {"format": "pt"})
-    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
-    }
-
-
-def save_fp8(path, target):
-    """Write a model as DeepSeek does: 8-bit floats, a scale for each block."""
-    weights = load_file(path + "/model.safetensors")
-    for name in [name for name in weights if "_proj.weight" in name]:
-        weight = weights[name]
-        blocks = weight.view(len(weight) // 16, 16, -1, 16)
-        scales = blocks.abs().amax((1, 3)) / 448
-        weights[name] = (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
-        weights[name + "_scale_inv"] = scales
-    save_file(weights, target / "model.safetensors", {"format": "pt"})
-    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
-
-
-@pytest.mark.parametrize("saver", [save_compressed, save_fp8])
-def test_a_model_that_another_library_has_saved_stays_packed_and_writes_transformers_text(
-    saver, path, draft_path, tmp_path
-):
-    transformers.AutoConfig.from_pretrained(path).save_pretrained(tmp_path)
-    settings = saver(path, tmp_path)
-    mark(tmp_path, **settings)
-    backend = load(tmp_path)
-    mark(tmp_path, **settings, dequantize=True)
-    module = reference(tmp_path)
-    assert check_texts(backend, module, load(draft_path)) != greedy(reference(path))
-    assert isinstance(backend.model.module.model.layers[0].mlp.down_proj, QuantizedLinear)
 
 
 def save_packed(path, floats_path, **changes):
@@ -369,15 +250,11 @@ def test_ranks_share_experts_that_stay_packed(world_size, changes, axis, tmp_pat
     assert 0 <= planned(tmp_path, "none", world_size) - bytes_of(ranks[1]) + rotary_bytes(ranks[1]) < 4 * 4 * 64 * 4
 
 
-def test_packed_weights_that_are_not_gpt_oss_or_not_whole_are_refused(tmp_path):
+def test_packed_weights_that_are_not_whole_are_refused(tmp_path):
     stored = save_packed(tmp_path, tmp_path / "floats")
     del stored["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.1\.mlp\.experts\.down_proj_scales"):
-        load(tmp_path)
-    save(transformers.Qwen3MoeConfig(**WIDE), tmp_path)
-    mark(tmp_path, quant_method="mxfp4")
-    with pytest.raises(ModelError, match="mxfp4 is served in gpt-oss, not in Qwen3MoeForCausalLM"):
         load(tmp_path)
 
 
@@ -405,13 +282,6 @@ def layer_of(num_bits, *, groups, bias=True, outputs=6, inputs=8, seed=0, zeros=
     return layer, weight
 
 
-def test_two_numbers_of_four_bits_fit_into_a_byte():
-    numbers = torch.arange(-8, 8, dtype=torch.int8).view(2, 8)
-    packed = pack_nibbles(numbers)
-    assert (packed.dtype, packed.shape) == (torch.uint8, (2, 4))
-    assert torch.equal(unpack_nibbles(packed), numbers)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_bits", "groups"), [(8, 1), (8, 4), (4, 1), (4, 2)])
 @pytest.mark.parametrize("zeros", [False, True])
@@ -423,25 +293,3 @@ def test_products_are_those_of_the_weights_as_floats(num_bits, groups, zeros, dt
     expected = x.float() @ weight.T + layer.bias
     assert layer(x).dtype == dtype
     torch.testing.assert_close(layer(x).float(), expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 8.0)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_concatenated_layers_have_the_outputs_of_all(bias):
-    layers = [layer_of(4, groups=2, bias=bias, outputs=n, seed=n, zeros=not bias)[0] for n in (4, 2, 2)]
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(3))
-    whole = QuantizedLinear.concatenated(layers)
-    torch.testing.assert_close(whole(x), torch.cat([layer(x) for layer in layers], -1))
-
-
-def test_weights_of_blocks_of_outputs_have_no_scale_for_each_output():
-    class Weight(torch.Tensor):
-        qdata = torch.ones(4, 8, dtype=torch.int8)
-        scale = torch.ones(1, 1)
-        zero_point = None
-
-    weight = torch.zeros(4, 8).as_subclass(Weight)
-    assert quantization._quantized_linear(weight, None) is None
-    weight.scale = torch.ones(4, 2)
-    assert quantization._quantized_linear(weight, None) is not None
-    weight.zero_point = torch.ones(4, 2)
-    assert quantization._quantized_linear(weight, None) is None

@@ -68,24 +68,6 @@ def steps(recurrence, state, inputs) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 1), state
 
 
-def test_steps_are_the_chunks_of_transformers(case):
-    recurrence, inputs = case
-    state = first_state(recurrence, inputs)
-    expected, last = recurrence.scan(state, inputs)
-    output, stepped = steps(recurrence, state[None], [part[None] for part in inputs])
-    torch.testing.assert_close(output[0], expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(stepped[0], last, atol=1e-4, rtol=1e-4)
-    assert output.dtype == expected.dtype
-
-
-def test_updates_have_the_sizes_of_the_state(case):
-    recurrence, inputs = case
-    heads, rows, columns, groups, decays = recurrence.sizes(inputs)
-    update = recurrence.update(first_state(recurrence, inputs)[None], [part[:1] for part in inputs])
-    assert [tuple(part.shape) for part in update] == [(1, heads, decays), (1, heads, rows), (1, groups, columns)]
-    assert all(part.dtype == torch.float32 for part in update)
-
-
 @pytest.mark.parametrize("format", [torch.float32, torch.bfloat16])
 def test_no_bit_of_a_step_depends_on_other_rows_or_on_how_many_tokens_follow(case, format):
     recurrence, inputs = case
@@ -110,17 +92,6 @@ def test_a_prompt_split_at_a_chunk_has_the_same_bits(case, split):
     second, state = recurrence.scan(state, [part[split:] for part in inputs])
     assert torch.equal(torch.cat([first, second]), expected)
     assert torch.equal(state, last)
-
-
-def test_a_gated_delta_rule_steps_as_in_transformers():
-    recurrence, inputs = CASES["per head"]
-    state, tensors = first_state(recurrence, inputs), [part[None, :5] for part in inputs]
-    output, last = steps(recurrence, state[None], tensors)
-    query, key, value, decay, beta = tensors
-    given = {"initial_state": state[None], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    expected, expected_last = qwen.torch_recurrent_gated_delta_rule(query, key, value, g=decay, beta=beta, **given)
-    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(last, expected_last, atol=1e-6, rtol=1e-5)
 
 
 def test_time_steps_keep_within_their_limits_in_both_forms():

@@ -45,7 +45,6 @@ def wait_for(condition):
         ({"quantization": "int4"}, "--quantization int4 --until-input-ends"),
         ({"head": "head"}, "--quantization none --until-input-ends --head {}/head"),
         ({"head": "org/name"}, "--quantization none --until-input-ends --head org/name"),
-        ({"head": "model"}, "--quantization none --until-input-ends --head {}/model"),
     ],
 )
 def test_its_process_compiles_the_same_model_and_head_with_one_thread(

@@ -50,9 +50,8 @@ def test_a_package_belongs_to_shapes_and_configurations_whatever_the_weights_and
 
 @pytest.mark.parametrize(
     "name",
-    ["execution/attention.py", "execution/cpu/kernels/panel_linear.cpp", "execution/cpu/compilation/packages.py",
-     "heads/eagle3.py", "models/causal_lm.py", "models/layers/fusion.py", "sampling/noise.py"],
-)  # fmt: skip
+    ["execution/cpu/kernels/panel_linear.cpp", "heads/eagle3.py", "models/causal_lm.py", "sampling/noise.py"],
+)
 def test_everything_is_compiled_again_after_a_change_of_its_sources(name, model, step, tmp_path, monkeypatch):
     before = paths(step, model.config)
     engine = shutil.copytree(packages._ENGINE, tmp_path / "engine", ignore=shutil.ignore_patterns("*.safetensors"))

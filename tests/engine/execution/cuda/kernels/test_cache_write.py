@@ -10,9 +10,9 @@ from engine.execution.cuda.kernels import cache_write
 
 
 def test_keys_and_values_are_written_to_their_slots():
-    kv = context(4, 2, 24, 10)
+    kv = context(4, 3, 24, 10)
     before = kv.keys[0].clone(), kv.values[0].clone()
-    key, value = torch.randn(2, 3, 24), torch.randn(3, 2, 10).transpose(0, 1)
+    key, value = torch.randn(3, 3, 24), torch.randn(3, 3, 10).transpose(0, 1)
     slots = torch.tensor([5, 40, 17])
     cache_write.write(key, value, kv.keys[0], kv.values[0], slots)
     for cache, old, new in zip((kv.keys[0], kv.values[0]), before, (key, value), strict=True):

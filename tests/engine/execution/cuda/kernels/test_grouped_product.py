@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.kernels import grouped_product
 from engine.models.layers import experts
-from tests.engine.models.layers.test_experts import packed
 
 
 def operands(tokens, top_k, num_experts=5, inner=80, outer=70, is_transposed=False):
@@ -16,6 +16,15 @@ def operands(tokens, top_k, num_experts=5, inner=80, outer=70, is_transposed=Fal
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).half()
     rows = torch.randn(tokens, inner, generator=generator).half()
     return rows, index, weight.transpose(1, 2) if is_transposed else weight
+
+
+def packed(num_experts, outputs, inputs, exponents=(0, 254)):
+    """Random numbers of gpt-oss' format, and what transformers makes of them, [experts, out, in]."""
+    generator, size = torch.Generator().manual_seed(0), (num_experts, outputs, inputs // 32)
+    blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(*exponents, size, generator=generator, dtype=torch.uint8)
+    blocks.view(-1)[:256] = torch.arange(256)
+    return blocks.flatten(2), scales, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
 
 
 def multiply(rows, index, weight, bias=None, dtype=torch.float32, scales=None):

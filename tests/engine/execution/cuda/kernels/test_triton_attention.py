@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from engine.execution.attention import additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
 from engine.execution.kv_tensors import KVTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.kernels import triton_attention as paged_attention
+from tests.gpu.kernels import by_torch
 
 BLOCK_SIZE = 16
 SIZES = paged_attention.CHUNK, paged_attention.TILE
@@ -44,17 +43,6 @@ def attend(group, query, kv, params=AttentionParams()):  # noqa: B008 - a tuple
     output = torch.full((query.shape[1], query.shape[0], kv.values[0].shape[-1]), 7.0, dtype=query.dtype)
     paged_attention.attend(group, query, kv.keys[0], kv.values[0], output, params)
     return output
-
-
-def expected(group, query, kv, params):
-    keys, values = kv.keys[0].double(), kv.values[0].double()
-    length = group.blocks.shape[1] * BLOCK_SIZE
-    limits = group.limits_of(params)
-    mask = additive_mask(length, group.positions, limits, group.extra, params.window, torch.float64, params.first)
-    mask = mask.repeat(1, 1, query.shape[0] // keys.shape[2], 1)
-    return attend_to_gathered(
-        group.rows, group.length, query.double(), keys[group.blocks], values[group.blocks], mask, params
-    )
 
 
 ROWS = {
@@ -106,7 +94,7 @@ def test_attention_is_that_of_torch(name, sizes, form):
         is_real = (group.places >= 0).flatten()
         found = attend(group, query, kv, params)
         torch.testing.assert_close(
-            found[is_real].double(), expected(group, query, kv, params)[is_real], atol=2e-5, rtol=0
+            found[is_real].double(), by_torch(group, query, kv, torch.float64, params)[is_real], atol=2e-5, rtol=0
         )
 
 
@@ -151,16 +139,6 @@ def test_no_bit_depends_on_the_rows_beside_it_or_on_who_computes_a_part(form, pa
     assert torch.equal(attend(wide, queries, kv, params)[7:12], alone)
 
 
-def test_results_of_attention_take_no_more_memory_in_wider_tables(monkeypatch):
-    sizes, make = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, **options: sizes.append(size) or make(size, **options))
-    kv = context(3, 2, 16)
-    for width in (2, 200, 9000):
-        (group,) = build([ForwardRow([1], 5, [1], 1)], kv).paged.groups
-        attend(replace(group, blocks=F.pad(group.blocks, (0, width))), torch.randn(8, 1, 16), kv)
-    assert [size[2] for size in sizes if isinstance(size, tuple)] == [1, 1, 32, 32, 32, 32]
-
-
 @pytest.mark.parametrize("name", ["a chain", "trees", "a prompt"])
 def test_attention_to_fp8_caches_is_that_to_the_numbers_they_hold(name):
     kv = context(90, 2, 16, dtype=torch.float8_e4m3fn)
@@ -185,5 +163,8 @@ def test_more_chunks_than_parts_are_all_attended_to(monkeypatch):
     for group in build(rows, kv).paged.groups:
         query = torch.randn(2, group.rows * group.length, 16) * 2
         torch.testing.assert_close(
-            attend(group, query, kv).double(), expected(group, query, kv, AttentionParams()), atol=2e-5, rtol=0
+            attend(group, query, kv).double(),
+            by_torch(group, query, kv, torch.float64, AttentionParams()),
+            atol=2e-5,
+            rtol=0,
         )

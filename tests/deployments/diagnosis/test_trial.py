@@ -64,8 +64,9 @@ def test_a_trial_decodes_in_both_ways(monkeypatch, tmp_path):
 
 
 def test_a_trial_that_makes_no_sense_is_left_out(monkeypatch):
-    (finding,) = trial_findings(AppConfig.model_validate({"speculation": "off"}))
-    assert "allow no drafts" in finding.found
+    for settings, reason in ({"speculation": "off"}, "allow no drafts"), ({"execution": "vllm"}, "of its own"):
+        (finding,) = trial_findings(AppConfig.model_validate(settings))
+        assert reason in finding.found
     monkeypatch.setattr(trial, "_MAX_WEIGHT_BYTES", 1)
     (finding,) = trial_findings(AppConfig())
     assert "takes too long" in finding.found

@@ -174,8 +174,9 @@ def vllm_table() -> str:
     supported = {*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}
     supported |= {*registry._TRANSFORMERS_SUPPORTED_MODELS}
     supported -= {"DiffusionGemmaForBlockDiffusion"}  # which writes no text token by token
-    served, parts, stateful = "served", "their text part is served", "refused, whose layers keep a state"
-    rows: dict[str, list[str]] = {served: [], parts: [], stateful: []}
+    served, parts = "served", "their text part is served"
+    refused = "refused, for layers with states or caches of their own"
+    rows: dict[str, list[str]] = {served: [], parts: [], refused: []}
     for name in sorted(CONFIG_MAPPING):
         causal, multimodal = (
             supported & {*([names] if isinstance(names := mapping.get(name, ()), str) else names)}
@@ -189,7 +190,7 @@ def vllm_table() -> str:
             is_refused = configuration.get_text_config().model_type in HYBRIDS  # some defaults lack such layers
         except ModelError:
             is_refused = True
-        rows[stateful if is_refused else parts if multimodal else served].append(name)
+        rows[refused if is_refused else parts if multimodal else served].append(name)
     lines = [f"| of vLLM {vllm.__version__} with transformers {transformers.__version__} | `model_type` |", "|---|---|"]
     return "\n".join(lines + [f"| {row} ({len(names)}) | {', '.join(names)} |" for row, names in rows.items()]) + "\n"
 

@@ -2,17 +2,19 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PEERS := .venv-peers
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 # Reinstall when the contents of these files change, not their dates.
 STAMP := $(VENV)/.$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+VLLM_STAMP := $(VLLM)/.$(shell cksum < tests/vllm.txt | cut -d' ' -f1)
 # torch is installed first, because together with the rest pip may choose a build with gigabytes of CUDA libraries.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 
 # Two processes, because many tests wait for others; files and folders go to them in the order of tests/conftest.py.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: serve test check fix load bench bench-peers format lint types unit avx2 integration long gpu-wheels clean
+.PHONY: serve test check fix load bench bench-peers format lint types unit avx2 vllm integration long gpu-wheels clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	$(BIN)/python -m deployments $(ARGS)
@@ -32,7 +34,7 @@ load: $(STAMP)-dev  ## start the bundled pair, load it with and without drafts, 
 bench: $(STAMP)-dev  ## compare with transformers; JSON=path writes the rows
 	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON))
 
-bench-peers: $(STAMP)-dev $(PEERS)/.$(shell cksum < tests/bench/peers.txt | cut -d' ' -f1)  ## the same, and vLLM
+bench-peers: $(STAMP)-dev $(VLLM_STAMP)  ## the same, and vLLM
 	$(BIN)/python -m tests.bench --peers $(if $(JSON),--json $(JSON))
 
 format: $(STAMP)-dev
@@ -57,6 +59,12 @@ AVX2_TESTS := tests/engine/execution/cpu/kernels/test_library.py tests/engine/ex
 avx2: $(STAMP)-dev  ## tests that depend on vector instructions, limited to AVX2; skipped on CPUs without it
 	if grep -qsw avx2 /proc/cpuinfo; then $(AVX2_ONLY) $(BIN)/pytest $(SIDE_BY_SIDE) -m "not gpu" -k "not test_matrix or chunked" $(AVX2_TESTS); fi
 
+VLLM_TESTS := tests/engine/execution/vllm tests/engine/test_matrix.py tests/e2e/groups \
+	tests/engine/models/test_families.py::test_the_table_names_what_vllm_serves
+
+vllm: $(VLLM_STAMP)  ## tests of targets, with vLLM's passes, in an environment of its own
+	$(VLLM)/bin/pytest --execution vllm $(SIDE_BY_SIDE) -m "not long and not gpu" $(VLLM_TESTS)
+
 integration: $(STAMP)-dev  ## what `make check` leaves out: servers, clusters and compiled models
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "(e2e or slow) and not long and not gpu"
 
@@ -67,7 +75,7 @@ gpu-wheels: $(STAMP)-dev  ## the small wheels that tests.gpu needs on a machine 
 	$(PIP:install=download) --no-deps --only-binary :all: -d dist/gpu-wheels msgspec cryptography cffi pycparser llguidance pydantic pydantic-core annotated-types typing-inspection
 
 clean:
-	rm -rf $(VENV) $(PEERS) dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) dist .mypy_cache .ruff_cache .pytest_cache
 
 $(STAMP)-runtime:
 	@echo "Installing into $(VENV) (once; a few minutes)"
@@ -85,9 +93,9 @@ $(STAMP)-dev: $(STAMP)-runtime
 	@touch $@
 
 # Without dependencies, because vLLM requires packages that text does not need and that many machines cannot install.
-$(PEERS)/.%:
-	@echo "Installing vLLM into $(PEERS) (once; a few minutes)"
-	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep ^torch== tests/bench/peers.txt)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/bench/peers.txt
+$(VLLM)/.%:
+	@echo "Installing vLLM into $(VLLM) (once; a few minutes)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) $$(grep ^torch== tests/vllm.txt)
+	$(VLLM_PIP) --no-deps -r tests/vllm.txt -e .
 	@touch $@

@@ -1,8 +1,9 @@
 """Tiny random models of every architecture that generates text, with its real mix of layers.
 
 A default configuration is shrunk by rules: by the names of its fields, and by how its layers differ.
-`python -m tests.families` writes the table of families in docs/families.md; `python -m tests.families templates
-DIR...` asks chat templates (`tests/chat_templates.py`).
+`python -m tests.families` writes the table of families in docs/families.md, `python -m tests.families vllm`, where vLLM
+is installed, the table of what it serves; `python -m tests.families templates DIR...` asks chat templates
+(`tests/chat_templates.py`).
 """
 
 import re
@@ -14,13 +15,16 @@ from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from engine.config import ModelConfig
 from engine.encoder_decoder.model_kind import KINDS
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
-from engine.models.families import read_configuration, refusal, text_part
+from engine.models.families import ServedByVllm, read_configuration, refusal, text_part
 from engine.models.first_layers import decoder_layers
 from engine.models.layers.quantization import on_meta
 from engine.models.registry import HYBRIDS, open_model
@@ -29,6 +33,7 @@ from tests.chat_templates import report
 
 PAGE = Path(__file__).parents[1] / "deployments" / "docs" / "families.md"
 MARKS = ("<!-- families: python -m tests.families -->\n", "<!-- end of families -->\n")
+VLLM_MARKS = ("<!-- with vLLM: python -m tests.families vllm -->\n", "<!-- end of with vLLM -->\n")
 
 RULES = {
     r"vocab_size(_per_layer_input)?|\w+_vocab_size": 64,
@@ -161,6 +166,35 @@ def marks_of(name: str) -> Iterator[str]:
                 yield mark
 
 
+def vllm_table() -> str:
+    """The table of what is served with `execution=vllm`: what vLLM's registry names, and keeps no states."""
+    import vllm
+    from vllm.model_executor.models import registry
+
+    supported = {*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS}
+    supported |= {*registry._TRANSFORMERS_SUPPORTED_MODELS}
+    supported -= {"DiffusionGemmaForBlockDiffusion"}  # which writes no text token by token
+    served, parts = "served", "their text part is served"
+    refused = "refused, for layers with states or caches of their own"
+    rows: dict[str, list[str]] = {served: [], parts: [], refused: []}
+    for name in sorted(CONFIG_MAPPING):
+        causal, multimodal = (
+            supported & {*([names] if isinstance(names := mapping.get(name, ()), str) else names)}
+            for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+        )
+        if not causal | multimodal:
+            continue
+        configuration = read_configuration("", {"model_type": name})
+        try:
+            ServedByVllm().check(ModelConfig(name), configuration, {})
+            is_refused = configuration.get_text_config().model_type in HYBRIDS  # some defaults lack such layers
+        except ModelError:
+            is_refused = True
+        rows[refused if is_refused else parts if multimodal else served].append(name)
+    lines = [f"| of vLLM {vllm.__version__} with transformers {transformers.__version__} | `model_type` |", "|---|---|"]
+    return "\n".join(lines + [f"| {row} ({len(names)}) | {', '.join(names)} |" for row, names in rows.items()]) + "\n"
+
+
 def listed() -> tuple[str, list[str]]:
     """The table in deployments/docs/families.md, and the decoder-only families that it lists as served."""
     content = PAGE.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0]
@@ -173,5 +207,6 @@ if __name__ == "__main__":
         for line in report(sys.argv[2:]):
             print(line)  # noqa: T201
         sys.exit("WRONG" in line and not line.endswith(" 0 WRONG"))
-    before, rest = PAGE.read_text().split(MARKS[0])
-    PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1])
+    marks, written = (VLLM_MARKS, vllm_table()) if sys.argv[1:] == ["vllm"] else (MARKS, table())
+    before, rest = PAGE.read_text().split(marks[0])
+    PAGE.write_text(before + marks[0] + written + marks[1] + rest.split(marks[1])[1])

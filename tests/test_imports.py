@@ -74,7 +74,7 @@ def test_exactly_the_packages_that_are_imported_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     required = {re.split(r"[\[>=]", text)[0] for text in project["dependencies"]}
-    extras = {re.split(r"[\[>=]", text)[0] for text in optional["quantization"]}
+    extras = {re.split(r"[\[>=]", text)[0] for text in optional["quantization"] + optional["vllm"]}
     modules = {
         name.split(".")[0] for package in FORBIDDEN for path in source_files(package) for name in imported_names(path)
     }

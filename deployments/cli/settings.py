@@ -24,6 +24,7 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
 def settings_table() -> str:
     """Return all settings as a table in Markdown."""
     rows = [
-        (f"`{name}`", f"`{field.default}`", " ".join((field.description or "").split())) for name, field in settings()
+        (f"`{name}`", f"`{field.get_default(call_default_factory=True)}`", " ".join((field.description or "").split()))
+        for name, field in settings()
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in [("setting", "default", "meaning"), ("---",) * 3, *rows])

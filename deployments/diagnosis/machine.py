@@ -13,6 +13,8 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from cluster.ray_core import CHECKED_RAY, this_machine
 from deployments.config import AppConfig
 from deployments.diagnosis.finding import Finding, judged
+from engine.errors import ConfigError
+from engine.execution.vllm.arguments import check_version
 
 _CPUINFO = Path("/proc/cpuinfo")
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
@@ -35,6 +37,11 @@ def machine_findings(config: AppConfig) -> Iterator[Finding]:
     is_checked = ray.__version__.startswith(f"{CHECKED_RAY}.")
     cluster = f", RAY_ADDRESS is {os.environ['RAY_ADDRESS']}" if "RAY_ADDRESS" in os.environ else ""
     yield judged("Ray", ray.__version__ + cluster, "" if is_checked else f"only {CHECKED_RAY} was tried: install that")
+    if config.pair.execution == "vllm":
+        try:
+            yield Finding("ok", "vLLM", check_version())
+        except ConfigError as error:
+            yield Finding("error", "vLLM", str(error), "or set execution to torch")
 
 
 def port_finding(port: int, host: str = "127.0.0.1") -> Finding:

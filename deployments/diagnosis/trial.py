@@ -86,6 +86,8 @@ def trial_findings(config: AppConfig) -> Iterator[Finding]:
         reason = f"loading {size_text(size)} takes too long; start the server, and use --url"
     elif not settled.engine.num_speculative_tokens:
         reason = "the settings allow no drafts"
+    elif settled.target.execution == "vllm":
+        reason = "vLLM takes a process of its own; start the server, and use --url"
     if reason:
         yield Finding("ok", "trial", f"left out: {reason}")
         return

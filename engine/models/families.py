@@ -179,10 +179,14 @@ class ServedByVllm(ModelKind):
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Raise ModelError for what vLLM's part of a round cannot compute."""
+        from engine.models.causal_lm import CausalLM
+
+        text, architectures = configuration.get_text_config(), CausalLM.loaded_by._model_mapping
+        is_stateful = type(text) in architectures and architectures[type(text)]._is_stateful
         use_torch = "which execution=vllm does not serve; execution must be torch"
         if configuration.is_encoder_decoder:
             raise ModelError(f"{config.path} is {configuration.model_type}, an encoder-decoder, {use_torch}")
-        if set(getattr(configuration, "layer_types", None) or []) - ATTENDING:
+        if is_stateful or set(getattr(text, "layer_types", None) or []) - ATTENDING:
             raise ModelError(f"{config.path} is {configuration.model_type} with layers that keep a state, {use_torch}")
         if config.path.endswith(".gguf"):
             raise ModelError(f"{config.path} is a GGUF file, {use_torch}")

@@ -12,7 +12,7 @@ Manifest = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
-OVERLAYS = ("cpu", "gpu", "gpu-pool", "high-availability")
+OVERLAYS = ("cpu", "gpu", "gpu-pool", "gpu-vllm", "high-availability")
 KUSTOMIZATIONS = (*(f"overlays/{name}" for name in OVERLAYS), "development", "load", "models")
 
 

@@ -47,7 +47,7 @@ class RayPods:
     def deploy(self, keys: Path) -> None:
         """Submit serveConfigV2, and wait until the application runs.
 
-        It has the bundled pair on the CPU instead of its models, another port, and one key.
+        It has the bundled pair on the CPU, computed by torch, instead of its models, another port, and one key.
         """
         keys.write_text(KEY)
         config = on_this_machine(serve_config(self._service), port=self.port, keys=keys)
@@ -101,5 +101,6 @@ def on_this_machine(config: dict[str, Any], *, port: int, keys: Path) -> dict[st
     args |= {"api_key_file": str(keys), "compile": "off", "device": "cpu"}
     if "target_model" in args:
         args |= {"target_model": str(BUNDLED_TARGET), "draft_model": str(BUNDLED_DRAFT), "tensor_parallel_size": 2}
+        args |= {"execution": "torch"}
     http = {"host": "127.0.0.1", "port": port}
     return {**config, "http_options": http, "applications": [{**application, "args": args}]}

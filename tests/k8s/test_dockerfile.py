@@ -17,7 +17,7 @@ from tests.k8s.dockerfile import instructions, stage, variables
 from tests.k8s.manifests import K8S, ROOT
 
 DOCKERFILE = K8S / "Dockerfile"
-TARGETS = ("cpu", "cuda")
+TARGETS = ("cpu", "cuda", "cuda-vllm")
 
 
 def test_hadolint_has_nothing_to_say() -> None:

@@ -18,7 +18,7 @@ from engine.errors import ModelError
 from engine.execution.vllm.runner import Runner
 
 
-class RankExecutor(UniProcExecutor):
+class RankExecutor(UniProcExecutor):  # type: ignore[misc]
     """One worker in this process, a rank of a torch.distributed world that the caller has joined."""
 
     place: tuple[str, int, int] | None = None

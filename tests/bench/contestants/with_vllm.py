@@ -1,4 +1,4 @@
-"""vLLM's CPU build, plain and with a greedy or a sampled draft. It lives in an environment of its own (peers.txt)."""
+"""vLLM's CPU build, plain and with a greedy or a sampled draft. It lives in an environment of its own (`make vllm`)."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from tests.bench.figures import Batch
 from tests.bench.workload import Cell, Workload
 from tests.load.records import Acceptance
 
-PEERS = Path(__file__).parents[3] / ".venv-peers"
+PEERS = Path(__file__).parents[3] / ".venv-vllm"
 KV_CACHE_GIB = 1
 COUNTERS = tuple(f"vllm:spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens"))
 

@@ -1,3 +1,4 @@
+import importlib.metadata
 import shutil
 import socket
 from collections import namedtuple
@@ -36,6 +37,19 @@ def test_what_is_scarce_is_a_warning(monkeypatch):
     monkeypatch.setattr(machine, "CHECKED_RAY", "2.5")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert set(levels().values()) == {"warning"}
+
+
+@pytest.mark.parametrize(("version", "level"), [("0.32.7", "ok"), ("0.33.0", "error"), (None, "error")])
+def test_vllm_is_asked_for_where_it_computes(version, level, monkeypatch):
+    versions = {} if version is None else {"vllm": version}
+
+    def installed(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    assert levels(AppConfig.model_validate({"execution": "vllm"}))["vLLM"] == level
 
 
 def test_a_port_is_free_or_taken():

@@ -97,8 +97,15 @@ def test_a_draft_with_a_long_context_takes_no_more_of_the_cache(tmp_path: Path):
 
 def test_models_that_do_not_fit_are_an_error():
     for name, value in (("memory_fraction", "1e-9"), ("max_model_len", "100000")):
-        (pair,) = pair_findings(config(**{name: value}))
-        assert (pair.level, name in pair.found) == ("error", True)
+        for execution in ("torch", "vllm"):
+            (pair,) = pair_findings(config(**{name: value}, execution=execution))
+            assert (pair.level, name in pair.found) == ("error", True)
+
+
+def test_what_vllm_does_not_compute_is_an_error():
+    assert next(pair_findings(config(execution="vllm"))).level == "ok"
+    (pair,) = pair_findings(config(execution="vllm", drafting="tree"))
+    assert (pair.level, "computed by vLLM" in pair.found) == ("error", True)
 
 
 def test_a_head_is_found_and_counted_with_its_target(tmp_path: Path):

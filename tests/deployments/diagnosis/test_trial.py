@@ -45,8 +45,9 @@ def test_the_bundled_pair_is_tried():
 
 
 def test_a_trial_that_makes_no_sense_is_left_out(monkeypatch):
-    (finding,) = trial_findings(AppConfig.model_validate({"speculation": "off"}))
-    assert "allow no drafts" in finding.found
+    for settings, reason in ({"speculation": "off"}, "allow no drafts"), ({"execution": "vllm"}, "of its own"):
+        (finding,) = trial_findings(AppConfig.model_validate(settings))
+        assert reason in finding.found
     monkeypatch.setattr(trial, "_MAX_WEIGHT_BYTES", 1)
     (finding,) = trial_findings(AppConfig())
     assert "takes too long" in finding.found

@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.models.families import REFUSED
 from engine.models.registry import open_model
-from tests.families import listed, table
+from tests.families import PAGE, listed, table, vllm_table
 
 REASONS = {
     "bart": "an encoder-decoder of a family that is not served",
@@ -47,6 +47,13 @@ def test_a_model_is_served_or_refused_by_a_sentence(name, tmp_path):
         _ = source.configuration
     assert reason in str(refusal.value)
     assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_table_names_what_vllm_serves():
+    """`python -m tests.families vllm` mends it."""
+    pytest.importorskip("vllm", reason="vLLM's registry is in .venv-vllm: `make vllm`")
+    assert vllm_table() in PAGE.read_text()
 
 
 @pytest.mark.slow

@@ -43,12 +43,10 @@ class GroupConfig:
 
     @property
     def method(self) -> Method:
-        """How drafts are made, and where."""
         return method_of(self.engine.drafting)
 
     @property
     def has_draft_worker(self) -> bool:
-        """Whether a draft worker makes the drafts."""
         return self.draft is not None
 
     @property

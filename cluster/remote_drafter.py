@@ -64,7 +64,6 @@ class RemoteDrafter:
         self.is_available, self._on_failure = True, on_failure
 
     def disconnect(self) -> None:
-        """Return empty drafts until the next `connect`."""
         self.is_available = False
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
@@ -93,7 +92,6 @@ class RemoteDrafter:
         return reply.drafts
 
     def release(self, request_id: str) -> None:
-        """Release a request that has ended; the worker is told with the next request."""
         self._acknowledged.release(request_id)
 
     async def _request(self, link: Link, rows: Sequence[ProposeRow]) -> Drafts | str:

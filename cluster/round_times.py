@@ -31,7 +31,6 @@ class Calls:
     num_misses: int = 0
 
     def since(self, before: "Calls") -> "Calls":
-        """Return the counts since `before`."""
         return Calls(*(getattr(self, entry.name) - getattr(before, entry.name) for entry in fields(self)))
 
 
@@ -54,7 +53,6 @@ class RoundTimes:
         return min(timeout_s, max(_LEAST_S, _FACTOR * max(seconds)))
 
     def observe(self, shape: Shape | None, seconds: float) -> None:
-        """Record a round; of too many shapes, forget the least recent."""
         if shape is None:
             return
         self._seconds[shape] = rounds = self._seconds.pop(shape, None) or deque(maxlen=_NUM_ROUNDS)
@@ -90,5 +88,4 @@ class DraftTimes:
         return min(limit_s, max(_LEAST_DRAFT_S, _DRAFT_FACTOR * max(self._waits)))
 
     def observe(self, seconds: float) -> None:
-        """Record a wait."""
         self._waits.append(seconds)

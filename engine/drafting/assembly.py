@@ -36,12 +36,10 @@ class Assembly:
 
     @property
     def method(self) -> Method:
-        """How drafts are made, and where."""
         return method_of(self.engine.drafting)
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The grammars over the target's tokens."""
         return Grammars(self.target, vocab_size=self.target.vocab_size, eos_token_ids=self.target.eos_token_ids)
 
     def load_verifier(self, shard: Shard | None = None) -> ModelVerifier:

@@ -30,7 +30,6 @@ class Settled(NamedTuple):
 
     @property
     def method(self) -> Method:
-        """How drafts are made, and where."""
         return method_of(self.engine.drafting)
 
 

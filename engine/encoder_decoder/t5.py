@@ -32,7 +32,6 @@ class EncoderDecoderLM(CausalLM):
 
     @classmethod
     def why_eager(cls, _config: PreTrainedConfig) -> str | None:
-        """Return why passes are never compiled."""
         return "it is an encoder-decoder"
 
     def __post_init__(self) -> None:
@@ -50,7 +49,6 @@ class EncoderDecoderLM(CausalLM):
         self.module.encoder_projections = projections
 
     def forward(self, batch: Any) -> Tensor:
-        """Encode the batch's inputs, then run the decoder; see `CausalLM.forward`."""
         for encoder_input in batch.added.inputs if batch.added is not None else ():
             self._encode(encoder_input.token_ids, encoder_input.slots, batch.paged)
         config: Any = self.module.config

@@ -76,7 +76,6 @@ class Head(nn.Module):
         """Take what the head needs of the target's module; raise ModelError if files do not fit. Weights come later."""
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the output head, as transformers' models do."""
         return self.lm_head
 
     def vocab_logits(self, hidden: Tensor) -> Tensor:

@@ -96,7 +96,6 @@ class CausalLM:
 
     @property
     def kv_shape(self) -> KVShape:
-        """Keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
 
     @property

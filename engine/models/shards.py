@@ -71,13 +71,11 @@ class RowLinear(_Summed, nn.Linear):
     """A row-wise linear layer of floats."""
 
     def quantized(self, *tensors: Any) -> QuantizedLinear:
-        """Return the quantised layer that takes this layer's place."""
         layer = QuantizedRowLinear(*tensors)
         layer.reducer_key = self.reducer_key
         return layer
 
     def partial(self, x: Tensor) -> Tensor:
-        """Return this rank's summand, [..., out] float32."""
         return F.linear(x, self.weight).float()
 
 

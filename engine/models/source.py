@@ -58,7 +58,6 @@ class ModelSource:
 
     @cached_property
     def directory(self) -> Path:
-        """The directory of the model's files."""
         is_file = os.path.isfile(self.path)
         if is_file and not self.path.endswith(".gguf"):
             raise ModelError(f"{self.path} is a file; name the directory of the model's files, or a GGUF file")
@@ -105,7 +104,6 @@ class ModelSource:
 
     @cached_property
     def kind(self) -> ModelKind:
-        """How models of this `model_type` are served."""
         names = [section.get("model_type", "") for section in (self.settings, self.settings.get("text_config") or {})]
         return next((self._kinds[name] for name in names if name in self._kinds), ModelKind)()
 
@@ -153,7 +151,6 @@ class ModelSource:
         return self.kind.context_length(self.configuration) - (start is not None)
 
     def check_length(self, max_model_len: int | None) -> None:
-        """Raise ModelError if the model's context is shorter than the configured length."""
         if (max_model_len or 0) > self.max_model_len:
             problem = f"max_model_len is {max_model_len:,}, but {self.path} takes {self.max_model_len:,} tokens"
             raise ModelError(f"{problem}, by max_position_embeddings and rope_parameters in its config.json; lower it")
@@ -176,7 +173,6 @@ class ModelSource:
 
     @property
     def vocab_size(self) -> int:
-        """The number of the model's logits."""
         return int(self.configuration.get_text_config().vocab_size)
 
     @cached_property
@@ -224,7 +220,6 @@ class ModelSource:
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors in the files."""
         return {name: shape for path in self.weight_files for name, shape in tensor_shapes(path).items()}
 
     @cached_property
@@ -241,12 +236,10 @@ class ModelSource:
         return digest.hexdigest()
 
     def refuse(self, feature: str) -> None:
-        """Raise ModelError with the reason if models of this kind do not support a feature."""
         if (reason := self.kind.refusals.get(feature)) is not None:
             raise ModelError(f"{self.path} is {self.kind.name}, {reason}")
 
     def refuse_to_draft(self, feature: str) -> None:
-        """Raise ModelError with the reason if models of this kind cannot draft so."""
         if (reason := self.kind.draft_refusals.get(feature)) is not None:
             raise ModelError(f"the draft {self.path} {reason}")
 

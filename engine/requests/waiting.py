@@ -74,11 +74,9 @@ class WaitingQueue:
         insort(self._new.setdefault(owner, []), sequence, key=lambda waiting: waiting.priority)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Queue a preempted request, before all others."""
         self._begun.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a request that starts or is aborted."""
         if sequence in self._begun:
             self._begun.remove(sequence)
             return
@@ -88,7 +86,6 @@ class WaitingQueue:
             del self._new[sequence.owner]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add tokens to the counter of a request's owner."""
         self._served[sequence.owner] += num_tokens
 
 

@@ -60,7 +60,6 @@ class Evaluation:
 
     @property
     def cost_ratio(self) -> float:
-        """C = t_draft / t_target."""
         return self.t_draft_ms / self.t_target_ms
 
 

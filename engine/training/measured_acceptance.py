@@ -62,7 +62,6 @@ class Acceptance:
         return [sum(kept > i for kept in accepted) / max(1, len(accepted)) for i in range(k)]
 
     def mean_acceptance_length(self, k: int) -> float:
-        """Return tokens committed per round, including the recovered or bonus token."""
         return 1.0 + sum(self.per_position(k))
 
     def rate(self) -> float:

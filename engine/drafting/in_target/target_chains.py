@@ -51,7 +51,6 @@ class TargetChainDrafter(TokenDrawer):
         """Whether this rank draws the tokens."""
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Draw chains; see `TargetDrafter.draft`."""
         self.decides = decides
         able = self.able(rows)
         chains = [Chain() for _ in able]

@@ -33,7 +33,6 @@ class FeatureCache(DraftCache):
         self._features = features
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks and forget its features, which must be sent again."""
         super().release(request_id)
         self._features.forget(request_id)
 

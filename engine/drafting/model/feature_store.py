@@ -91,6 +91,5 @@ class FeatureStore:
             return start, taken
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's rows; unknown ids are ignored."""
         with self._arrived:
             self._num_bytes -= len(self._features.pop(request_id, _Features()).rows)

@@ -49,11 +49,9 @@ class Chain:
     rankings: list[RankedRow] = field(default_factory=list)
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens."""
         del self.token_ids[length:], self.top_ids[length:], self.top_probs[length:], self.rankings[length:]
 
     def draft(self) -> Draft:
-        """Return a copy of the chain as it is sent to the target."""
         draft = chain(list(self.token_ids))
         return replace(draft, top_ids=list(self.top_ids), top_probs=list(self.top_probs)) if self.top_ids else draft
 
@@ -114,12 +112,10 @@ class TokenDrawer:
         return min(self._num_ranked or 0, self._backend.info.vocab_size)
 
     def release(self, request_id: str) -> None:
-        """Forget the grammar of a request that has ended."""
         if self._grammars is not None:
             self._grammars.release(request_id)
 
     def end_ids(self, request: Request) -> set[int]:
-        """Return the tokens that end a request."""
         eos = () if request.params.ignore_eos else self._backend.info.eos_token_ids
         return {*eos, *request.params.stop_token_ids}
 
@@ -199,12 +195,10 @@ class TokenDrawer:
     def step(
         self, batch: ForwardBatch, requests: Sequence[Request], depths: Sequence[list[int]], paths: Paths
     ) -> Drawn:
-        """Compute a batch and draw the next draft token of every row; see `runs`."""
         (draws,) = self.plan(requests, depths)
         return self.run(batch, draws, lambda: self.runs(requests, depths, paths))
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
-        """Compute a batch and draw the next draft token of every row."""
         batch.needs_logits = draws is None or self._ranks
         output = self._backend.run(batch, draws)
         if draws is None:

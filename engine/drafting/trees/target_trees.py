@@ -34,7 +34,6 @@ class TargetTreeDrafter(TreeDrafter):
         return DraftCache(draft.backend, config, self._in_target.kv), self._in_target
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Grow trees; see `TargetDrafter.draft`."""
         self._in_target.decides = decides
         able = self._in_target.able(rows)
         planned = [ProposeRow(row.request, row.draft.num_deferred) for row in able]

@@ -26,12 +26,10 @@ class KVShape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Heads, key size and value size of every layer."""
         return self.each or (self[1:4],) * self.layers
 
     @property
     def token_numbers(self) -> int:
-        """How many numbers a token's keys and values have in all layers."""
         return sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.sizes)
 
 

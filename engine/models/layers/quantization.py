@@ -122,16 +122,13 @@ class QuantizedLinear(nn.Module):
 
     @property
     def num_bits(self) -> int:
-        """Bits of a weight."""
         return 4 if self.values.dtype == torch.uint8 else 8
 
     @property
     def integers(self) -> Tensor:
-        """[out, in] int8, or float8_e4m3fn."""
         return unpack_nibbles(self.values) if self.values.dtype == torch.uint8 else self.values
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out] for `x` [..., in]."""
         if self.scales.shape[1] == 1 and self.zeros is None:
             product = F.linear(x, self.integers.to(x.dtype)) * self.scales.to(x.dtype).flatten()
         else:

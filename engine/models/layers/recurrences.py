@@ -42,13 +42,11 @@ class GatedDelta(ByChunk):
     chunk: int = 64
 
     def sizes(self, inputs: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
-        """Return heads, rows, columns, groups and decays of the state; see `StateShape`."""
         _, key, value, decay, _ = inputs
         heads, rows, columns = value.shape[1], key.shape[2], value.shape[2]
         return heads, rows, columns, heads, rows if decay.dim() == value.dim() else 1
 
     def update(self, state: Tensor, inputs: Sequence[Tensor]) -> Update:
-        """Return the update by a token; see `Recurrence.update`."""
         _, key, value, decay, beta = inputs
         key = _unit_vectors(key, state.shape[1])
         factors = decay.float().exp().reshape(*state.shape[:2], -1)
@@ -56,7 +54,6 @@ class GatedDelta(ByChunk):
         return Update(factors, key, (value.float() - known) * beta.float().unsqueeze(-1))
 
     def output(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the outputs of tokens; see `Recurrence.output`."""
         query = _unit_vectors(inputs[0], state.shape[1]) * inputs[0].shape[-1] ** -0.5
         output: Tensor = (state * query.unsqueeze(-1)).sum(-2)
         return output.to(inputs[0].dtype)
@@ -80,12 +77,10 @@ class Mamba2(ByChunk):
     limits: tuple[float, float]
 
     def sizes(self, inputs: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
-        """Return heads, rows, columns, groups and decays of the state; see `StateShape`."""
         x, _, b, _ = inputs
         return x.shape[1], x.shape[2], b.shape[2], b.shape[1], 1
 
     def update(self, state: Tensor, inputs: Sequence[Tensor]) -> Update:
-        """Return the update by a token; see `Recurrence.update`."""
         x, step, b, _ = inputs
         step = functional.softplus(step + self.bias.to(step.dtype)).clamp(*self.limits).float().unsqueeze(-1)
         return Update((step * self.a.float().unsqueeze(-1)).exp(), x.float() * step, b.float())

@@ -37,7 +37,6 @@ class CompletionOutput:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def append(self, output: RequestOutput) -> None:
-        """Append the output of one round."""
         self.text += output.text
         self.token_ids += output.token_ids
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason

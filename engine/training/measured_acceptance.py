@@ -64,10 +64,6 @@ class Acceptance:
     def mean_acceptance_length(self, k: int) -> float:
         return 1.0 + sum(self.per_position(k))
 
-    def rate(self) -> float:
-        """Return the share of places where both drew the same token: alpha of Leviathan et al."""
-        return sum(length > 0 for row in self.lengths for length in row) / max(1, sum(map(len, self.lengths)))
-
 
 def acceptance_table(measured: Mapping[float, Acceptance], k: int, title: str) -> Table:
     """Return acceptance by position and mean acceptance length for each temperature."""

@@ -98,5 +98,5 @@ def test_a_round_with_a_part_of_a_prompt_has_no_shape(start):
 def test_a_wait_for_drafts_is_bounded_by_recent_ones_and_never_shorter_than_a_garbage_collection(waits, deadline_s):
     times = DraftTimes()
     for seconds in waits:
-        times.observe(seconds)
-    assert times.deadline_s(1.0) == pytest.approx(deadline_s)
+        times.observe((), seconds)
+    assert times.deadline_s((), 1.0) == pytest.approx(deadline_s)

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ModelConfig, split_revision
+from engine.config import ModelConfig, ModelInfo, split_revision
 from engine.errors import ModelError, ModelMismatchError
 from engine.models.families import ModelKind, gguf_settings, keep_layers, read_configuration, text_part
 from engine.models.files import damage_named, indexed_names, names_model, read_object, tensor_shapes
@@ -145,10 +145,19 @@ class ModelSource:
         return read_object(path) if path.exists() else {}
 
     @property
+    def start_id(self) -> int | None:
+        """The token that a text starts with; None where the text continues its prompt."""
+        return self.kind.start_id(self.settings, self.generation_settings)
+
+    @property
     def max_model_len(self) -> int:
         """The most tokens of a request, prompt and text together, without a start token."""
-        start = self.kind.start_id(self.settings, self.generation_settings)
-        return self.kind.context_length(self.configuration) - (start is not None)
+        return self.kind.context_length(self.configuration) - (self.start_id is not None)
+
+    def info(self, **loaded: Any) -> ModelInfo:
+        """Return the facts about this model, given the facts about how it is loaded."""
+        longest = self.kind.context_length(self.loaded_configuration)
+        return ModelInfo(self.path, self.vocab_size, longest, self.eos_token_ids, start_id=self.start_id, **loaded)
 
     def check_length(self, max_model_len: int | None) -> None:
         if (max_model_len or 0) > self.max_model_len:
@@ -217,6 +226,11 @@ class ModelSource:
             return None
         path, revision = split_revision(self.config.head)
         return ModelSource(replace(self.config, path=path, revision=revision, quantization="none", head=None), {})
+
+    @property
+    def parts(self) -> "list[ModelSource]":
+        """This model's files, and those of its head."""
+        return [self] if self.head is None else [self, self.head]
 
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:

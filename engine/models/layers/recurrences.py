@@ -5,38 +5,18 @@ Linear, arXiv:2510.26692, section 3) have rows of key size and columns of value 
 arXiv:2405.21060, section 6) has rows of input size and columns of B's size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.layers.layer_state import Update
+from engine.models.layers.layer_state import Recurrence, Update
 
 
 @dataclass(frozen=True)
-class ByChunk:
-    """A recurrence that transformers computes in chunks: `by_chunk` takes `chunk` tokens."""
-
-    by_chunk: Callable[..., tuple[Tensor, Tensor]]
-    chunk: int
-
-    def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute chunk by chunk, because for several chunks Mamba 2's function adds states in another order."""
-        outputs, states = [], state.unsqueeze(0)
-        for start in range(0, len(inputs[0]), self.chunk):
-            output, states = self._scan_chunk(states, [tensor[None, start : start + self.chunk] for tensor in inputs])
-            outputs.append(output[0])
-        return torch.cat(outputs), states[0]
-
-    def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class GatedDelta(ByChunk):
+class GatedDelta(Recurrence):
     """S' = d S + k (x) b (v - (d S)^T k), output S'^T q; inputs q, k, v, log d and b; d is per head or per row."""
 
     chunk: int = 64
@@ -65,7 +45,7 @@ class GatedDelta(ByChunk):
 
 
 @dataclass(frozen=True)
-class Mamba2(ByChunk):
+class Mamba2(Recurrence):
     """S' = exp(t A) S + t x (x) B, output S' C + D x; inputs x, t before its bias, B and C.
 
     t is softplus(t + bias) within `limits`, in the model's dtype as in transformers. a, d, bias: [heads].

@@ -1,4 +1,4 @@
-"""Features on their way from rank 0 of the target to the head on the draft worker, beside the Router's rounds.
+"""Features on their way from rank 0 of the target to the draft worker, beside the Router's rounds.
 
 The target's KV blocks hold the features of all tokens, cached prefixes included. After each verification, rank 0 sends
 what the draft worker lacks. Rows may be lost: the draft worker names the requests with a gap, and gets all their rows.

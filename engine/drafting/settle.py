@@ -76,6 +76,13 @@ def settle(pair: PairConfig) -> Settled:
     return Settled(target, draft if method.runs_in == "draft" else None, engine)
 
 
+def check_in_process(settled: Settled) -> None:
+    """Raise ConfigError if the method needs a draft worker of its own, which a script has not."""
+    if settled.method.reads_features:
+        drafting = settled.engine.drafting
+        raise ConfigError(f"drafting is {drafting!r}, but there is no draft worker in this process; use head")
+
+
 def choose_method(config: EngineConfig, *, has_draft_model: bool) -> str:
     """Return the method that `config.drafting` asks for, "none" if nothing may be drafted.
 

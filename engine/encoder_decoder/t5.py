@@ -86,7 +86,7 @@ def _constant(tensor: Tensor) -> Callable[..., Tensor]:
 
 
 def _keep_tokens_with_logits(_: nn.Module, __: object, kwargs: dict[str, Any], output: Any) -> Any:
-    """Drop the decoder's other outputs, so that the head computes no logits from them."""
+    """Drop the decoder's other outputs, so that no logits are computed from them."""
     output.last_hidden_state = output.last_hidden_state[:, kwargs["logit_indices"]]
     return output
 

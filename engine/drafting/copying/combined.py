@@ -25,19 +25,15 @@ class Continuation(NamedTuple):
 
 
 class Copier(Protocol):
-    """Finds text that may occur again."""
+    """Finds text that may occur again, in what it has read of requests."""
 
-    def read(self, requests: Sequence[Request]) -> None:
-        """Index the text that requests bring."""
-        ...
+    def read(self, requests: Sequence[Request]) -> None: ...
 
     def look_up(self, row: ProposeRow) -> Continuation:
         """Return the best continuation of a row that has been read; empty if there is none."""
         ...
 
-    def release(self, request_id: str) -> None:
-        """Forget a request that has ended; unknown ids are ignored."""
-        ...
+    def release(self, request_id: str) -> None: ...
 
 
 class CombinedDrafter:

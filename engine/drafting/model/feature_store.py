@@ -1,4 +1,4 @@
-"""FeatureStore: the target's features between the receiving thread and the cache of a draft worker's head.
+"""FeatureStore: the target's features between the receiving thread and the cache of a draft worker.
 
 Features belong to committed tokens and never change, so rows may come late, repeated or in pieces; the rows held are
 always a prefix of the request's features.

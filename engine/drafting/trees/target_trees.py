@@ -1,4 +1,4 @@
-"""TargetTreeDrafter: best-first trees of a trained head in the target's process.
+"""TargetTreeDrafter: best-first trees of a model in the target's process.
 
 As with chains, nodes lie behind the tip in the row's blocks, and the verification pass overwrites them.
 """

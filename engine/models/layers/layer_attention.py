@@ -59,9 +59,9 @@ class AttentionParams(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """Access of attention functions and heads to the cache in one forward pass; backends implement it.
+    """Access of layers to the cache in one forward pass; backends implement it.
 
-    taps: outputs of tapped layers, [1, tokens, width] each, by the number of layers before the tap.
+    taps: outputs of some layers, [1, tokens, width] each, by the number of layers up to there.
     """
 
     taps: dict[int, Tensor]

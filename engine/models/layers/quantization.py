@@ -43,9 +43,9 @@ def check_groups(path: str, module: nn.Module) -> None:
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that are quantised, by name: all but the output head."""
-    head = module.get_output_embeddings()  # type: ignore[operator]
+    output = module.get_output_embeddings()  # type: ignore[operator]
     layers = module.named_modules()
-    return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
+    return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not output}
 
 
 def on_meta(model_config: PreTrainedConfig, made_by: Any = AutoModelForCausalLM, **arguments: Any) -> nn.Module:

@@ -89,7 +89,6 @@ class Autoscaling(BaseModel):
 
     @property
     def upper_bound(self) -> int:
-        """Most replicas."""
         return self.min_replicas if self.max_replicas is None else self.max_replicas
 
 
@@ -112,7 +111,6 @@ class PoolSize(BaseModel):
 
     @property
     def upper_bound(self) -> int:
-        """Most draft workers."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
 
@@ -205,12 +203,10 @@ class AppConfig(BaseModel):
 
     @cached_property
     def settled(self) -> Settled:
-        """The outcome of the pair's settings."""
         return settle(self.pair)
 
     @property
     def model_name(self) -> str:
-        """The model's name for clients."""
         if self.served_model_name is not None:
             return self.served_model_name
         path = self.settled.target.path

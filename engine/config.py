@@ -21,7 +21,7 @@ BUNDLED = "bundled"
 BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
 BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 BUNDLED_HEAD = Path(__file__).parent / "pair" / "head"
-_BUNDLED = {BUNDLED: str(BUNDLED_TARGET), "bundled-head": str(BUNDLED_HEAD)}
+BUNDLED_MODELS = {BUNDLED: str(BUNDLED_TARGET), "bundled-head": str(BUNDLED_HEAD)}
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -179,7 +179,7 @@ class PairConfig(EngineSettings, ModelSettings):
 
     def _model(self, path: str, quantization: Quantization) -> ModelConfig:
         return ModelConfig(
-            *split_revision(_BUNDLED.get(path, path)), quantization=quantization, **_select(ModelSettings, self)
+            *split_revision(BUNDLED_MODELS.get(path, path)), quantization=quantization, **_select(ModelSettings, self)
         )
 
 

@@ -54,11 +54,9 @@ class ModelVerifier:
 
     @property
     def kv(self) -> KVTensors:
-        """The target's cache."""
         return self._kv
 
     def release(self, request_id: str) -> None:
-        """Drop a request's grammar matcher."""
         if self._grammars is not None:
             self._grammars.release(request_id)
 

@@ -43,12 +43,10 @@ class GroupConfig:
 
     @property
     def method(self) -> Method:
-        """How drafts are made, and where."""
         return method_of(self.engine.drafting)
 
     @property
     def has_draft_worker(self) -> bool:
-        """Whether a draft worker makes the drafts."""
         return self.draft is not None
 
     @property
@@ -62,8 +60,10 @@ class GroupConfig:
         if not self.has_draft_worker:
             return ()
         ahead: tuple[Overlap, ...] = ("ahead",) if self.run_ahead == "on" else ()
-        # A round's features are sent when no other round waits, so a head that reads them cannot alternate.
-        return ("none", *ahead) if self.method.reads_features else ("none", *ahead, "alternate")
+        # A round's features are sent when no other round waits, so a draft that reads them cannot alternate. vLLM adds
+        # each request that was not in its last round anew, with all its tokens.
+        is_ordered = self.method.reads_features or self.target.execution == "vllm"
+        return ("none", *ahead) if is_ordered else ("none", *ahead, "alternate")
 
 
 def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSource | None) -> GroupConfig:

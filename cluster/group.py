@@ -111,7 +111,6 @@ class SpeculationGroup:
 
     @property
     def is_available(self) -> bool:
-        """Whether the target can take rounds now."""
         return self.remote_verifier.is_available
 
     @property

@@ -50,7 +50,6 @@ class OwnDraft:
         self._has_started = asyncio.Event()
 
     async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
-        """Lease the worker, once it has started."""
         await self._has_started.wait()
         assert self.workers is not None
         lease: Lease
@@ -58,7 +57,6 @@ class OwnDraft:
         return lease
 
     async def kill(self, lease: Lease) -> bool:
-        """Kill the worker, if it runs."""
         if self.workers is not None:
             self.workers.actors[0].kill.remote()
         return self.workers is not None

@@ -4,12 +4,13 @@ The target does not wait for the draft: if both share a device, the target's ran
 """
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.execution.memory import CacheSize, Footprint, Survey, plan_cache
+from engine.execution.memory import CacheSize, Survey, plan_cache
 
 Located = tuple[str, Survey]
 """A node id, and a survey made there."""
@@ -58,15 +59,13 @@ class MemoryPlan:
 
 def plan_devices(surveys: Mapping[str, Sequence[Located]], config: EngineConfig) -> dict[str, CacheSize]:
     """Return the size of each role's cache, the smallest over its devices; raise ModelError if none fits."""
-    workers: dict[tuple[str, str], list[Footprint]] = defaultdict(list)
-    free_bytes: dict[tuple[str, str], int] = {}
-    roles: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for role, located in surveys.items():
-        for node_id, survey in located:
-            device = (node_id, survey.device)
-            workers[device].append(survey.footprint)
-            free_bytes[device] = min(free_bytes.get(device, survey.free_bytes), survey.free_bytes)
-            roles[device].add(role)
-    fits = {device: plan_cache(free_bytes[device], workers[device], config, device=device[1]) for device in workers}
-    sizes = {role: [fits[device] for device in fits if role in roles[device]] for role in surveys}
+    devices: dict[tuple[str, str], list[Survey]] = defaultdict(list)
+    for node_id, survey in itertools.chain(*surveys.values()):
+        devices[node_id, survey.device].append(survey)
+    fits = {}
+    for device, device_surveys in devices.items():
+        num_free = min(survey.free_bytes for survey in device_surveys)
+        footprints = [survey.footprint for survey in device_surveys]
+        fits[device] = plan_cache(num_free, footprints, config, device=device[1])
+    sizes = {role: [fits[node_id, survey.device] for node_id, survey in located] for role, located in surveys.items()}
     return {role: CacheSize(*map(min, zip(*fitting, strict=True))) for role, fitting in sizes.items()}

@@ -64,7 +64,6 @@ class RemoteDrafter:
         self.is_available, self._on_failure = True, on_failure
 
     def disconnect(self) -> None:
-        """Return empty drafts until the next `connect`."""
         self.is_available = False
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
@@ -85,7 +84,7 @@ class RemoteDrafter:
                 self.disconnect()
                 self._on_failure(reply)
             return [NO_DRAFT] * len(rows)
-        self._times.observe(seconds)
+        self._times.observe((), seconds)
         self.calls.compute_s += reply.compute_s
         self.unprepared, self.features = reply.unprepared, reply.features
         if reply.run_ahead is not None:
@@ -93,7 +92,6 @@ class RemoteDrafter:
         return reply.drafts
 
     def release(self, request_id: str) -> None:
-        """Release a request that has ended; the worker is told with the next request."""
         self._acknowledged.release(request_id)
 
     async def _request(self, link: Link, rows: Sequence[ProposeRow]) -> Drafts | str:
@@ -118,7 +116,7 @@ class RemoteDrafter:
         ahead = any(row.runs_ahead for row in rows)
         # Whole texts take the worker longer than the few tokens of other rounds.
         is_usual = not any(delta.params is not None for delta in deltas)
-        deadline_s = self._times.deadline_s(self._timeout_s) if is_usual else self._timeout_s
+        deadline_s = self._times.deadline_s((), self._timeout_s) if is_usual else self._timeout_s
         reply = await link.call(Propose(next(self._rounds), link.version, deadline_s, released, entries, ahead))
         if link is not self._link:
             raise PeerGoneError("the draft worker was replaced during the round")

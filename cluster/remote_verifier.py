@@ -34,7 +34,6 @@ class RemoteVerifier:
 
     @property
     def is_available(self) -> bool:
-        """Whether ranks are connected."""
         return bool(self._links)
 
     def connect(self, links: Sequence[Link]) -> None:
@@ -83,7 +82,6 @@ class RemoteVerifier:
         return [by_row.get(id(row), Verdict()) for row in rows]
 
     def release(self, request_id: str) -> None:
-        """Release a request that has ended; the ranks are told with the next request."""
         self._acknowledged.release(request_id)
 
     async def _exchange(self, links: list[Link], rows: Sequence[VerifyRow]) -> tuple[Sequence[VerifyRow], AnyReply]:

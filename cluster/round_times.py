@@ -6,11 +6,7 @@ from dataclasses import dataclass, fields
 
 from engine.protocols import VerifyRow
 
-_NUM_ROUNDS, _FACTOR, _LEAST_S = 8, 20, 5.0
-_MAX_SHAPES = 1024
-_DRAFT_FACTOR, _LEAST_DRAFT_S = 4, 0.2
-"""`_LEAST_DRAFT_S` is longer than a garbage collection or any other pause of a healthy process."""
-_NUM_DRAFTS = 16
+_NUM_ROUNDS, _MAX_SHAPES = 8, 1024
 
 Shape = tuple[object, ...]
 
@@ -31,7 +27,6 @@ class Calls:
     num_misses: int = 0
 
     def since(self, before: "Calls") -> "Calls":
-        """Return the counts since `before`."""
         return Calls(*(getattr(self, entry.name) - getattr(before, entry.name) for entry in fields(self)))
 
 
@@ -43,6 +38,8 @@ class RoundTimes:
     size, and the first pass of a request may compile its grammar.
     """
 
+    factor, least_s, num_kept = 20, 5.0, _NUM_ROUNDS
+
     def __init__(self) -> None:
         self._seconds: dict[Shape | None, deque[float]] = {}
 
@@ -51,16 +48,21 @@ class RoundTimes:
         seconds = self._seconds.get(shape, ())
         if len(seconds) < _NUM_ROUNDS:
             return timeout_s
-        return min(timeout_s, max(_LEAST_S, _FACTOR * max(seconds)))
+        return min(timeout_s, max(self.least_s, self.factor * max(seconds)))
 
     def observe(self, shape: Shape | None, seconds: float) -> None:
-        """Record a round; of too many shapes, forget the least recent."""
         if shape is None:
             return
-        self._seconds[shape] = rounds = self._seconds.pop(shape, None) or deque(maxlen=_NUM_ROUNDS)
+        self._seconds[shape] = rounds = self._seconds.pop(shape, None) or deque(maxlen=self.num_kept)
         rounds.append(seconds)
         if len(self._seconds) > _MAX_SHAPES:
             del self._seconds[next(iter(self._seconds))]
+
+
+class DraftTimes(RoundTimes):
+    """How long rounds waited for their drafts, all of one shape; pauses of a healthy process are shorter than 0.2 s."""
+
+    factor, least_s, num_kept = 4, 0.2, 16
 
 
 def shape_of(rows: Sequence[VerifyRow]) -> Shape | None:
@@ -75,20 +77,3 @@ def shape_of(rows: Sequence[VerifyRow]) -> Shape | None:
         is_cut = (p.top_p < 1, p.top_k > 0, p.min_p > 0, p.has_penalties, bool(p.logit_bias), p.grammar is not None)
         kinds.add((row.draft.is_chain, p.temperature > 0, p.logprobs is not None, *is_cut))
     return len(lengths), sum(lengths), max(lengths), longest.bit_length(), frozenset(kinds)
-
-
-class DraftTimes:
-    """How long recent rounds waited for their drafts."""
-
-    def __init__(self) -> None:
-        self._waits: deque[float] = deque(maxlen=_NUM_DRAFTS)
-
-    def deadline_s(self, limit_s: float) -> float:
-        """Return the seconds that drafts may take: 4 times the longest recent wait, but at least 0.2 s."""
-        if len(self._waits) < _NUM_ROUNDS:
-            return limit_s
-        return min(limit_s, max(_LEAST_DRAFT_S, _DRAFT_FACTOR * max(self._waits)))
-
-    def observe(self, seconds: float) -> None:
-        """Record a wait."""
-        self._waits.append(seconds)

@@ -71,7 +71,6 @@ class WorkerSet:
             raise WorkerDiedError(f"a worker did not answer within {_FIRST_ANSWER_S:g} s of its start") from error
 
     async def connect(self, connector: Connector, version: int, on_break: OnBreak) -> None:
-        """Have every rank listen, and begin to connect to each."""
         endpoints = await results([actor.listen.remote(connector.identity) for actor in self.actors])
         self.links = [connector.connect(endpoint, version=version, on_break=on_break) for endpoint in endpoints]
 
@@ -81,7 +80,6 @@ class WorkerSet:
         return list(zip([self.processes[rank].node_id for rank in ranks], surveys, strict=True))
 
     async def load(self, *arguments: Any) -> None:
-        """Have every worker load."""
         self.loaded = await results([actor.load.remote(*arguments) for actor in self.actors])
 
     async def while_answering(self, hang_timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
@@ -123,7 +121,6 @@ class WorkerSet:
                 continue  # if it has ended, its outcome says why
 
     def kill(self) -> None:
-        """Close the links and kill the processes."""
         for link in self.links:
             link.close()
         for actor in self.actors:

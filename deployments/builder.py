@@ -26,7 +26,7 @@ from deployments.router.pooled_drafts import Drafts
 from deployments.router.router import Router
 from deployments.routing.choice import QueueDepthRouter
 from deployments.wire import DRAFTS
-from engine.config import PairConfig
+from engine.config import BUNDLED_MODELS, PairConfig
 from engine.errors import ModelError
 from engine.models.registry import open_model
 
@@ -128,10 +128,10 @@ def _draft_pool(settings: PoolSize, group: GroupConfig, num_gpus: float, watched
 
 def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> None:
     """Raise ModelError for unusable models, before Serve tries again and again; absent models pass if `can_grow`."""
-    if {pair.target_model, pair.draft_model} <= {"auto", "bundled", "bundled-head", "none"}:
+    if {pair.target_model, pair.draft_model} <= {"auto", "none", *BUNDLED_MODELS}:
         return
     target, draft = open_model(group.target), None if group.draft is None else open_model(group.draft)
-    sources, are_here = [source for source in (target, target.head, draft) if source is not None], False
+    sources, are_here = [*target.parts, *filter(None, [draft])], False
     with suppress(ModelError):
         are_here = all(source.has_weights for source in sources)
     if can_grow and not are_here:

@@ -90,7 +90,6 @@ class Autoscaling(BaseModel):
 
     @property
     def upper_bound(self) -> int:
-        """Most replicas."""
         return self.min_replicas if self.max_replicas is None else self.max_replicas
 
 
@@ -113,7 +112,6 @@ class PoolSize(BaseModel):
 
     @property
     def upper_bound(self) -> int:
-        """Most draft workers."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
 
@@ -206,12 +204,10 @@ class AppConfig(BaseModel):
 
     @cached_property
     def settled(self) -> Settled:
-        """The outcome of the pair's settings."""
         return settle(self.pair)
 
     @property
     def model_name(self) -> str:
-        """The model's name for clients."""
         if self.served_model_name is not None:
             return self.served_model_name
         path = self.settled.target.path
@@ -267,6 +263,9 @@ class IngressConfig:
 def ingress_config(config: AppConfig) -> IngressConfig:
     """Return the settings of an Ingress."""
     target = replace(config.settled.target, head=None)  # not loaded by an Ingress
+    for name in target.vllm.get(ADAPTERS, {}):
+        if name.partition(":")[0] == config.model_name:
+            raise ArgumentError(f"vllm: {ADAPTERS} names {name!r}, but clients call the target {config.model_name!r}")
     return IngressConfig(target=target, verification=config.pair.verification, **_same_names(IngressConfig, config))
 
 

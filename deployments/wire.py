@@ -94,12 +94,10 @@ class Generation:
 
     @property
     def num_choices(self) -> int:
-        """Sequences to generate, finished or not."""
         return len(self.prompts) * self.params.n
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that have not ended."""
         return self.num_choices - len(self.finished)
 
     def sequences(self) -> list[SequenceRequest]:

@@ -22,7 +22,7 @@ BUNDLED = "bundled"
 BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
 BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 BUNDLED_HEAD = Path(__file__).parent / "pair" / "head"
-_BUNDLED = {BUNDLED: str(BUNDLED_TARGET), "bundled-head": str(BUNDLED_HEAD)}
+BUNDLED_MODELS = {BUNDLED: str(BUNDLED_TARGET), "bundled-head": str(BUNDLED_HEAD)}
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -198,7 +198,7 @@ class PairConfig(EngineSettings, ModelSettings):
         return EngineConfig(**_select(EngineSettings, self), **sizes)
 
     def _model(self, path: str, quantization: Quantization, **settings: Any) -> ModelConfig:
-        path, revision = split_revision(_BUNDLED.get(path, path))
+        path, revision = split_revision(BUNDLED_MODELS.get(path, path))
         return ModelConfig(path, revision, quantization=quantization, **_select(ModelSettings, self), **settings)
 
 

@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 from engine.config import make_pair
 from engine.drafting.assembly import assemble
-from engine.drafting.settle import check_kinds, settle
+from engine.drafting.settle import check_in_process, check_kinds, settle
 from engine.engine import Engine
-from engine.errors import ConfigError, RequestError
+from engine.errors import RequestError
 from engine.execution.memory import plan_cache
 from engine.execution.registry import survey
 from engine.models.registry import open_model
@@ -37,7 +37,6 @@ class CompletionOutput:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def append(self, output: RequestOutput) -> None:
-        """Append the output of one round."""
         self.text += output.text
         self.token_ids += output.token_ids
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -79,9 +78,7 @@ class LLM:
     ) -> None:
         pair = make_pair(target_model=target_model, draft_model=draft_model, **settings)
         settled = settle(pair)
-        if settled.method.reads_features:
-            drafting = settled.engine.drafting
-            raise ConfigError(f"drafting is {drafting!r}, but there is no draft worker in this process; use head")
+        check_in_process(settled)
         target_source = open_model(settled.target)
         draft_source = None if settled.draft is None else open_model(settled.draft)
         check_kinds(target_source, draft_source, settled.method)

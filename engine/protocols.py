@@ -76,12 +76,10 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of committed tokens after the prompt."""
         return len(self.token_ids) - self.prompt_length
 
     @property
     def output(self) -> list[int]:
-        """The committed tokens after the prompt, as a new list."""
         return self.token_ids[self.prompt_length :]
 
     def copy(self) -> "Request":
@@ -124,7 +122,6 @@ class ScheduledRow(ProposeRow):
     slot: SlotRow | None = None
 
     def verify(self, draft: Draft) -> "VerifyRow":
-        """Return the row that verifies a draft."""
         return VerifyRow(self.request, self.start, self.length, self.block_ids, draft, self.slot)
 
 
@@ -188,7 +185,6 @@ class Verdict:
 
     @property
     def num_accepted(self) -> int:
-        """The number of accepted draft tokens."""
         return len(self.path)
 
 
@@ -292,7 +288,6 @@ class NoDrafter:
     """Proposes nothing: plain decoding."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return an empty draft for every row."""
         return [NO_DRAFT] * len(rows)
 
     def release(self, request_id: str) -> None:

@@ -91,7 +91,6 @@ class Acknowledged:
         self._released: set[str] = set()
 
     def expect(self, rows: Sequence[ProposeRow | VerifyRow]) -> None:
-        """Record that a request for these rows is about to be sent."""
         self._requested.update((row.request.request_id, row.request) for row in rows)
 
     def deltas(self, rows: Sequence[ProposeRow | VerifyRow]) -> tuple[list[PrefixDelta], list[str]]:
@@ -123,7 +122,6 @@ class Acknowledged:
         return self._requested.get(request.request_id) is request
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Assume that the worker does not hold these requests."""
         for request_id in request_ids:
             self._lengths.pop(request_id, None)
             self._tables.pop(request_id, None)

@@ -89,17 +89,14 @@ class FrameConnection(asyncio.Protocol):
         return not self.is_lost
 
     def abort(self) -> None:
-        """Close the connection at once; buffered messages are lost."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
         set_options(transport.get_extra_info("socket"))
         self._has_room.set()
 
     def data_received(self, data: bytes) -> None:
-        """Hand over the messages that are complete."""
         try:
             for payload in self._frames.feed(data):
                 self._on_message(payload)
@@ -108,15 +105,12 @@ class FrameConnection(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Wake all tasks that wait for room."""
         self.is_lost = True
         self._has_room.set()
         self._on_lost(str(error or "the peer closed the connection"))
 
     def pause_writing(self) -> None:
-        """Note that the write buffer is full."""
         self._has_room.clear()
 
     def resume_writing(self) -> None:
-        """Note that the write buffer has room."""
         self._has_room.set()

@@ -57,7 +57,6 @@ class Outbox(FrameConnection):
             self.connection_lost(ConnectionError("the outbox was closed"))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the waiting messages."""
         super().connection_made(transport)
         self._is_connected = True
         self._flush()

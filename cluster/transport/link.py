@@ -202,6 +202,5 @@ class Connector:
         self.identity = self._credentials.certificate
 
     def connect(self, endpoint: Endpoint, *, version: int, on_break: OnBreak | None = None) -> Link:
-        """Return a link to a worker; it connects in the background."""
         is_same_node = endpoint.node_id == self._node_id
         return Link(endpoint, self._credentials, is_same_node=is_same_node, version=version, on_break=on_break)

@@ -62,7 +62,6 @@ class Listener:
             self._selector.register(self._unix_socket, selectors.EVENT_READ, self._accept_neighbour)
 
     def send(self, reply: AnyReply) -> None:
-        """Send a reply to the client; it is dropped if the client has left."""
         if self._client is None:
             return
         data = frame(encode(reply))
@@ -85,7 +84,6 @@ class Listener:
                 self._take_client(*self._handshakes.pop(handshake))
 
     def close(self, reason: str) -> None:
-        """Close all sockets."""
         self._drop_client(reason)
         self._remove_unix_socket()
         for handshake in list(self._handshakes):

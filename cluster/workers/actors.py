@@ -80,7 +80,6 @@ class Worker:
         self._sources: dict[ModelConfig, ModelSource] = {}
 
     def begin(self, log_format: LogFormat) -> WorkerProcess:
-        """Log to stderr from now on, as actors do."""
         show_progress(log_format)
         return WorkerProcess(os.getpid(), self._node_id)
 
@@ -109,7 +108,6 @@ class Worker:
         return [] if self._backend is None else self._backend.compiling
 
     def kill(self) -> None:
-        """Kill this process, wherever it runs."""
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -121,7 +119,6 @@ class TargetWorker(Worker):
         self._version, self._rank = version, rank
 
     def listen(self, client_identity: str) -> Endpoint:
-        """Accept connections from the client with this identity, from now on."""
         return self._server.listen(client_identity, lambda request: self._responder.answer(request)).endpoint
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
@@ -172,7 +169,6 @@ class TargetWorker(Worker):
         return self._source.identity
 
     def send_features(self, endpoint: Endpoint) -> None:
-        """Send features to a new draft worker from now on."""
         self._source.connect(endpoint)
 
     def serve(self) -> None:

@@ -59,12 +59,10 @@ class _Proposal:
 
     @property
     def missing(self) -> list[ProposeRow]:
-        """The rows without drafts."""
         return self.rows[len(self.drafts) :]
 
     @property
     def depth(self) -> int:
-        """How many passes its drafts take."""
         return max((row.num_draft_tokens for row in self.missing), default=0)
 
     @property
@@ -101,7 +99,6 @@ class DraftQueue:
         self._waiting: list[_Proposal] = []
 
     def leave(self, version: int) -> None:
-        """Forget the group of a lease and all of its requests."""
         if (group := self._groups.get(version)) is not None:
             self._waiting = [proposal for proposal in self._waiting if proposal.group is not group]
             for name in [name for name in self.cache.prefixes if _lease_of(name) == version]:

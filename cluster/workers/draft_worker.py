@@ -137,7 +137,6 @@ class DraftWorker(Worker):
 
     @property
     def num_leases(self) -> int:
-        """How many Routers use this worker."""
         with self._lock:
             return len(self._leased)
 
@@ -148,12 +147,10 @@ class DraftWorker(Worker):
 
     @property
     def num_proposals(self) -> int:
-        """How many proposals were drafted since the start."""
         return self._queue.num_proposals
 
     @property
     def num_passes(self) -> int:
-        """How many batches of proposals were drafted since the start."""
         return self._queue.num_batches
 
     def check(self) -> None:
@@ -183,7 +180,6 @@ class DraftWorker(Worker):
             self.close()
 
     def close(self) -> None:
-        """End all leases, and make `serve` return."""
         self._is_closing = True
         self._server.close()
 

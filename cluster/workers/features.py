@@ -1,4 +1,4 @@
-"""Features on their way from rank 0 of the target to the head on the draft worker, beside the Router's rounds.
+"""Features on their way from rank 0 of the target to the draft worker, beside the Router's rounds.
 
 The target's KV blocks hold the features of all tokens, cached prefixes included. After each verification, rank 0 sends
 what the draft worker lacks. Rows may be lost: the draft worker names the requests with a gap, and gets all their rows.
@@ -74,11 +74,9 @@ class FeatureSource:
         threading.Thread(target=self._loop.run_forever, name="features", daemon=True).start()
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Send to a new draft worker, which holds no features."""
         asyncio.run_coroutine_threadsafe(self._connect(endpoint), self._loop).result()
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
-        """Verify as the verifier does; see `ModelVerifier.verify`."""
         verdicts = await self._verifier.verify(rows, decides=decides)
         ends = (row.start + row.length + verdict.num_accepted for row, verdict in zip(rows, verdicts, strict=True))
         self._computed = list(zip(rows, ends, strict=True))
@@ -93,7 +91,6 @@ class FeatureSource:
 
     @property
     def has_room(self) -> bool:
-        """Whether a message may be sent now."""
         self._under_way = [call for call in self._under_way if not call.done()]
         return self._link is not None and len(self._under_way) < _MAX_UNDER_WAY
 

@@ -68,22 +68,18 @@ class MessagesWriter(ChatWriter):
         return self._named_event("message_start", message=self._body())
 
     def chunk(self, choice: Choice, output: RequestOutput) -> str:
-        """Return the events with the next text; empty if the tokens have no text yet."""
         return self._add(choice, output.text, is_last=output.finish_reason is not None)
 
     def closing(self) -> str:
-        """Return the events after the last tokens."""
         end, message = self._end_block(), self._body()
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         end += self._named_event("message_delta", delta=delta, usage=message.usage)
         return end + self._named_event("message_stop")
 
     def failed(self, body: dict[str, Any]) -> str:
-        """Return the event of an error after the first byte."""
         return self._named_event(**body)
 
     def whole(self) -> ResponseModel:
-        """Return the body of a response that was not streamed."""
         self._add(self.choices[0], self.choices[0].text, is_last=True)
         self._end_block()
         return self._body()

@@ -48,7 +48,6 @@ class Client:
         return self._send("GET", path, accepted=accepted).json()
 
     def post(self, path: str, body: object) -> Any:
-        """Return the JSON of an answer."""
         return self._send("POST", path, body).json()
 
     def stream(self, path: str, body: object) -> Iterator[dict[str, Any]]:
@@ -79,7 +78,6 @@ class Client:
             time.sleep(pause_s)
 
     def metrics(self) -> "Metrics":
-        """Return what /metrics says now."""
         families = text_string_to_metric_families(self._send("GET", "/metrics").text)
         return Metrics(sample for family in families for sample in family.samples)
 
@@ -110,7 +108,6 @@ class Metrics(tuple[Any, ...]):
         return dict(sums)
 
     def total(self, name: str) -> float:
-        """Return the sum of a metric; 0 if it has no sample."""
         return self.by(name).get((), 0.0)
 
 

@@ -64,7 +64,6 @@ class Admission:
             self._open -= Counter((owner,))  # which drops owners without requests
 
     def submitted(self, preparation: Preparation) -> None:
-        """Leave the counting of a request to its Router."""
         self._preparing.discard(preparation)
 
     def is_preparing(self, preparation: Preparation | None) -> bool:
@@ -72,7 +71,6 @@ class Admission:
         return preparation in self._preparing
 
     def count_refusal(self, kind: ErrorKind) -> None:
-        """Count a refused request by its error."""
         self._routers.count_refusal(kind.code or kind.type)
 
     async def turn(self) -> None:

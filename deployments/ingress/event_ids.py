@@ -89,7 +89,6 @@ class EventIds:
         self._num_events = self._last.num_events - self._last.num_done if self._last else 0
 
     def opening(self) -> str:
-        """Return the unsent events before the first tokens."""
         events = self._writer.opening()
         if self._last is not None and self._last.stage != "o":
             return ""
@@ -103,7 +102,6 @@ class EventIds:
         return self._label(events, "c", tuple(self._sent))
 
     def failed(self, body: dict[str, Any]) -> str:
-        """Return the event of an error."""
         return self._write(lambda: self._writer.failed(body))
 
     def pieces(self, by_choice: Mapping[int, list[RequestOutput]]) -> list[tuple[int, list[RequestOutput]]]:

@@ -18,7 +18,6 @@ class Sent:
     is_finished: bool = False
 
     def plus(self, rounds: Sequence[RequestOutput]) -> "Sent":
-        """Return what has been sent after further rounds."""
         token_ids = [token_id for output in rounds for token_id in output.token_ids]
         num_chars = self.num_chars + sum(len(output.text) for output in rounds)
         checksum = zlib.crc32(array("q", token_ids), self.checksum)
@@ -26,7 +25,6 @@ class Sent:
         return Sent(self.num_tokens + len(token_ids), num_chars, checksum, self.is_finished or has_end)
 
     def reaches(self, goal: "Sent") -> bool:
-        """Return whether at least `goal` was sent."""
         return self.num_tokens >= goal.num_tokens and self.is_finished >= goal.is_finished
 
     def __str__(self) -> str:

@@ -113,7 +113,6 @@ class RouterMetrics:
             self._draft_health.observe(sum(self._rounds.values()), *seconds)
 
     def collect(self) -> list[Metric]:
-        """Return all metrics; Ray can send them to the Ingress."""
         waits = SummaryMetricFamily(
             "paceline:run_ahead_wait_seconds",
             "Time rounds waited for the drafts of a worker that runs ahead; hit: all rows' drafts were prepared.",
@@ -218,7 +217,6 @@ class IngressMetrics:
         self.ended = Counter[tuple[str, str]]()
 
     def collect(self) -> list[Metric]:
-        """Return all metrics."""
         resubmitted = "Requests that were sent to another Router, by the reason why the first could not continue."
         ended = "Requests that have ended: finished; aborted by their client; failed or refused, by the error's code."
         rows: list[_Row] = [

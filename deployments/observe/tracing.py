@@ -114,7 +114,6 @@ class TracedStats(RequestStats):
     def observe(
         self, batch: Sequence[ScheduledRow], outputs: Sequence[RequestOutput], *, started_s: float, ended_s: float
     ) -> None:
-        """Count a round and its outputs."""
         super().observe(batch, outputs, started_s=started_s, ended_s=ended_s)
         for output in outputs:
             if (trace := self._traces.get(output.request_id)) is not None:

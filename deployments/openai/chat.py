@@ -94,7 +94,6 @@ class ChatWriter(Writer):
     parsers: dict[int, MessageParser] = field(default_factory=dict, init=False)
 
     def opening(self) -> str:
-        """Return the first chunk of each choice, with the role."""
         delta = {"role": "assistant", "content": ""}
         prompt = self.ids_field(prompt_token_ids=self.choices[0].prompt_token_ids)
         return "".join(
@@ -103,7 +102,6 @@ class ChatWriter(Writer):
         )
 
     def chunk(self, choice: Choice, output: RequestOutput) -> str:
-        """Return a chunk for each part of the message in the next tokens; without a part, an empty chunk."""
         logprobs = None
         if output.logprobs is not None:
             logprobs = chat_logprobs(output.token_ids, output.logprobs, self.reply.token_bytes)
@@ -119,13 +117,11 @@ class ChatWriter(Writer):
         return "".join(self._event([chunk], **self.chunk_usage_field()) for chunk in chunks)
 
     def closing(self) -> str:
-        """Return the chunk with the token counts and no choices, if the client asked for it."""
         if not self.has_usage_chunk:
             return ""
         return self._event([], **self.usage_fields())
 
     def whole(self) -> ResponseModel:
-        """Return the body of a response that is not streamed."""
         choices = [
             ChatChoice(
                 index=choice.index,

@@ -89,17 +89,14 @@ class CompletionWriter(Writer):
         )
 
     def chunk(self, choice: Choice, output: RequestOutput) -> str:
-        """Return the chunk with the next tokens of a choice."""
         is_first = len(choice.token_ids) == len(output.token_ids)
         ids = self.ids_field(prompt_token_ids=choice.prompt_token_ids) if is_first else {}
         return self._event([self._choice(choice, output, has_prompt=is_first and self._is_scored, **ids)])
 
     def closing(self) -> str:
-        """Return the chunk with the token counts and no choices, if the client asked for it."""
         return event(self._body([], **self.usage_fields())) if self.has_usage_chunk else ""
 
     def whole(self) -> Completion:
-        """Return the body of a response that is not streamed."""
         choices = [
             self._choice(
                 choice,

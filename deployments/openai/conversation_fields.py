@@ -34,7 +34,6 @@ class Message(RequestModel):
     """The speaker's name, for chat templates that show it."""
 
     def text(self) -> str:
-        """Return the content as one string."""
         return text_of(self.content)
 
 
@@ -68,7 +67,6 @@ class AssistantMessage(Message):
 
     @property
     def thoughts(self) -> str | None:
-        """What the model thought."""
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
 

@@ -91,25 +91,20 @@ class ResponsesWriter(ChatWriter):
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)  # of tokens whose text has not come yet
 
     def opening(self) -> str:
-        """Return the events before the first tokens."""
         response = self._response("in_progress")
         return "".join(self._named_event(f"response.{name}", response=response) for name in ("created", "in_progress"))
 
     def chunk(self, choice: Choice, output: RequestOutput) -> str:
-        """Return the events with the next text; empty if the tokens have no text yet."""
         return self._add(choice, output, is_last=output.finish_reason is not None)
 
     def closing(self) -> str:
-        """Return the events after the last tokens."""
         return self._finish() + self._named_event(f"response.{self._status}", response=self._response(self._status))
 
     def failed(self, body: dict[str, Any]) -> str:
-        """Return the event of an error after the first byte."""
         error = body["error"]
         return self._named_event("error", message=error["message"], param=error["param"], code=error["code"])
 
     def whole(self) -> ResponseModel:
-        """Return the body of a response that was not streamed."""
         self._add(self.choices[0], self.choices[0], is_last=True)
         self._finish()
         return self._response(self._status)

@@ -41,7 +41,6 @@ class StreamOptions(EventOptions):
 
     @property
     def has_usage(self) -> bool:
-        """Whether the stream reports token counts."""
         return bool(self.continuous_usage_stats) if self.include_usage is None else self.include_usage
 
 

@@ -82,7 +82,6 @@ class Choice:
     num_predicted: int = 0  # accepted draft tokens that the client predicted
 
     def append(self, output: RequestOutput) -> None:
-        """Add a round."""
         if not self.token_ids:  # a Router that resumes the text has cached other tokens
             self.num_cached_tokens = output.num_cached_tokens
         self.text += output.text
@@ -152,7 +151,6 @@ class Writer(ABC):
 
     @property
     def n(self) -> int:
-        """Choices per prompt."""
         return self.request.n or 1
 
     def common_fields(self, object: str) -> dict[str, Any]:
@@ -210,7 +208,6 @@ class Writer(ABC):
 
     @property
     def has_usage_chunk(self) -> bool:
-        """Whether the stream ends with a chunk of token counts."""
         options = self.request.stream_options
         return options is not None and options.has_usage
 

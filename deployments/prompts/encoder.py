@@ -89,11 +89,9 @@ class PromptEncoder:
         return "" if request.add_generation_prompt is False else await self.decode_tokens(prompt[-64:])
 
     async def decode_tokens(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids."""
         return await self._run(_decode, token_ids, skip_special_tokens, is_long=len(token_ids) > LONG_IDS)
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
         return await self._run(lambda _: self.token_bytes.texts(token_ids), is_long=len(token_ids) > LONG_IDS)
 
     async def _run(self, function: Callable[..., T], *args: Any, is_long: bool) -> T:

@@ -45,7 +45,6 @@ class TemplateInput:
     lists_tools: bool = False  # whether no tools are an empty list instead of null
 
     def messages(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return messages in the template's form."""
         ids: dict[str, str] = {}
         numbers = itertools.count()
 
@@ -69,7 +68,6 @@ class TemplateInput:
         return messages
 
     def tools(self, tools: Sequence[Entry]) -> list[Entry] | None:
-        """Return tools in the template's form."""
         in_form = [{**tool, "function": self.tool_defaults | tool["function"]} for tool in tools]
         return in_form if tools or self.lists_tools else None
 
@@ -101,7 +99,6 @@ class Marks:
         return marked
 
     def tools(self, tools: Sequence[Entry]) -> list[Entry]:
-        """Return tools with marks."""
         functions = [tool["function"] for tool in tools]
         names = [self._around(function["name"], f"the name of tools[{i}]") for i, function in enumerate(functions)]
         return [

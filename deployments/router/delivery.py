@@ -43,7 +43,6 @@ class Stream:
         return max(self._lengths.values(), default=0)
 
     def put(self, outputs: Sequence[RequestOutput]) -> None:
-        """Add the outputs of a round."""
         self.has_tokens = True
         self._outputs += outputs
         has_last = False
@@ -66,7 +65,6 @@ class Stream:
             self.ended.set_exception(error)
 
     def flush(self) -> None:
-        """Send all outputs, due or not."""
         self.close()
         if self._outputs:
             outputs, self._outputs = self._outputs, []

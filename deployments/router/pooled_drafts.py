@@ -124,7 +124,6 @@ class ServeLeases:
         self._drafts, self._target = drafts, target
 
     async def take(self, identity: str, num_rows: int, avoid: Collection[str]) -> Lease:
-        """Lease the worker with the fewest leases; see `cluster.leases.Leases`."""
         offers = [offer for offer in await ask_all(self._drafts, "offer") if isinstance(offer, Offer)]
         reasons = ["no draft worker of the pool answers"]
         for offer in sorted(offers, key=lambda offer: (offer.worker in avoid, offer.num_leases, offer.utilisation)):
@@ -136,5 +135,4 @@ class ServeLeases:
         raise TargetError(reasons[-1])
 
     async def kill(self, lease: Lease) -> bool:
-        """Kill the worker of a lease; return whether it was there."""
         return True in await ask_all(self._drafts, "kill", lease.worker)

@@ -221,5 +221,4 @@ class DrainRate:
 
     @property
     def per_s(self) -> float:
-        """Requests finished per second."""
         return self._num_finished / self._seconds

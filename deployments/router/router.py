@@ -134,11 +134,9 @@ class Router:
         yield
 
     async def describe(self) -> Description:
-        """Return what this replica serves."""
         return replace(self._description, draft=self._group.draft_info)
 
     async def collect(self) -> ReplicaMetrics:
-        """Return this replica's metrics."""
         return ReplicaMetrics(self._id, self._metrics.collect())
 
     async def kill(self, process: str) -> bool:

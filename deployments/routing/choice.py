@@ -25,11 +25,9 @@ class QueueDepthRouter(RequestRouter):
         return [[replicas[name]] for name in names]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Count a request at the replica that it was sent to."""
         self._assign(pending_request, replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Set the running replicas."""
         loads.LOADS.set_routers(replica.replica_id.unique_id for replica in replicas)
         super().update_replicas(replicas)
 

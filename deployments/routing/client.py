@@ -135,7 +135,6 @@ class ServeRouters:
         return LOADS.retry_after_s()
 
     def count_refusal(self, reason: str) -> None:
-        """Count a request that no Router gets."""
         self._metrics.ended["refused", reason] += 1
 
     def heard(self) -> list[Heard]:
@@ -164,7 +163,6 @@ class ServeRouters:
         return True in await ask_all(self._handle, "kill", process)
 
     def collect_here(self) -> ReplicaMetrics:
-        """Return the metrics of this Ingress."""
         return ReplicaMetrics(self._replica, self._metrics.collect())
 
     async def collect(self) -> list[ReplicaMetrics]:
@@ -175,7 +173,6 @@ class ServeRouters:
         return list({self._replica: self.collect_here(), **metrics}.values())
 
     async def base_url(self) -> str:
-        """Return the URL at which Serve listens."""
         return await asyncio.to_thread(base_url)
 
 

@@ -54,13 +54,11 @@ class RouterLoads:
         self._reports = {name: report for name, report in list(self._reports.items()) if name in self.routers}
 
     def note(self, report: Report) -> None:
-        """Take a Router's report."""
         self._reports[report.router] = self._clock(), report
         self._prefixes.note(report.prefixes, report.router, self.routers)
 
     @property
     def heard(self) -> list[Heard]:
-        """The last reports of the available Routers."""
         return [heard for router in sorted(self.routers) if (heard := self._heard_of(router))]
 
     @property
@@ -69,7 +67,6 @@ class RouterLoads:
         return len(self.heard) < len(self.routers)
 
     def begin(self, request_id: str, num_sequences: int) -> None:
-        """Count a request before it is sent."""
         with self._lock:
             self._requests[request_id] = num_sequences, None
             self._sent[None] += num_sequences
@@ -84,7 +81,6 @@ class RouterLoads:
                 self._sent[router] += num_sequences
 
     def end(self, request_id: str) -> None:
-        """Forget a request."""
         with self._lock:
             num_sequences, router = self._requests.pop(request_id)
             self._sent[router] -= num_sequences
@@ -92,7 +88,6 @@ class RouterLoads:
                 del self._sent[router]
 
     def depth(self, router: str) -> int:
-        """Return a Router's waiting and running requests."""
         heard = self._heard_of(router)
         # Both numbers of this Ingress's requests include finished choices.
         from_others = 0 if heard is None else heard.report.num_requests - heard.report.num_yours

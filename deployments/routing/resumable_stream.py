@@ -215,7 +215,6 @@ class Retries:
         self.refused_by: frozenset[str] = frozenset()
 
     def note_progress(self) -> None:
-        """Forget the failures, because tokens have arrived."""
         self.num_failures = self._num_losses = 0
         self.refused_by = frozenset()
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
@@ -16,9 +14,8 @@ from engine.errors import ConfigError, ModelError
 from engine.execution.reduce import World
 from engine.execution.registry import make_backend
 from engine.execution.vllm.arguments import check_version, set_environment
-from engine.heads.registry import load_head, load_target
+from engine.heads.registry import check_target, load_target
 from engine.models.first_layers import check_self_draft
-from engine.models.loader import check_module
 from engine.models.shards import plan_of
 from engine.models.source import ModelSource, shared_tokens
 from engine.sampling.grammar import Grammars
@@ -45,12 +42,10 @@ class Assembly:
 
     @property
     def method(self) -> Method:
-        """How drafts are made, and where."""
         return method_of(self.engine.drafting)
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The grammars over the target's tokens."""
         return Grammars(self.target, vocab_size=self.target.vocab_size, eos_token_ids=self.target.eos_token_ids)
 
     def load_verifier(self, world: World | None = None) -> LoadedVerifier:
@@ -70,7 +65,7 @@ class Assembly:
     def load_draft(self, *, run_ahead: bool = False, features: FeatureStore | None = None) -> DraftModel:
         """Load the draft, or raise ModelError; it never drafts ids beyond the target's vocabulary.
 
-        run_ahead: it will draft before the verdict is known; features: the target's as they arrive, for a head.
+        run_ahead: it will draft before the verdict is known; features: the target's as they arrive.
         """
         assert self.draft is not None, "the method drafts with a model"
         method, engine = self.method, self.engine
@@ -105,13 +100,12 @@ def load_vllm(source: ModelSource, engine: EngineConfig, grammars: Grammars, wor
 
 
 def check_files(target: ModelSource, draft: ModelSource | None, world_size: int) -> None:
-    """Raise ModelError if a pair and its head cannot be loaded or do not fit; reads only the headers of weights."""
+    """Raise ModelError if a pair cannot be loaded or does not fit; reads only the headers of weights."""
     for source in filter(None, (target, draft)):
-        module = check_module(source)
-        if source.head is not None:
-            load_head(source.head, source, module, torch.device("meta"), torch.float32, 0)
-        _ = source.eos_token_ids, source.tokenizer
+        if source.config.execution == "torch":
+            check_target(source)
+        _ = source.eos_token_ids, source.tokenizer, source.weight_files
     if draft is not None:
         shared_tokens(target, draft)
-    if world_size > 1:
+    if world_size > 1 and target.config.execution == "torch":
         plan_of(target, world_size)

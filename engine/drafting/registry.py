@@ -94,32 +94,21 @@ def _suffix_drafter(config: EngineConfig) -> SuffixDrafter:
     return SuffixDrafter(remembers_outputs=remembers)
 
 
-def _self_drafter(config: EngineConfig, target: "Backend", *state: Any) -> TargetDrafter:
-    from engine.drafting.in_target.target_chains import TargetChainDrafter
+def _target_drafter(config: EngineConfig, target: "Backend", *state: Any, trees: bool = False) -> TargetDrafter:
+    from engine.heads.head import head_model
     from engine.models.first_layers import first_layers
 
-    assert config.self_draft_layers is not None
-    return TargetChainDrafter(partial(first_layers, count=config.self_draft_layers), config, target, *state)
+    count = config.self_draft_layers
+    part = head_model if count is None else partial(first_layers, count=count)
+    chains = "in_target.block_drafter:BlockDrafter"
+    if not target.model.drafts_blocks:
+        chains = "in_target.target_chains:TargetChainDrafter"
+    path = f"engine.drafting.{'trees.target_trees:TargetTreeDrafter' if trees else chains}"
+    drafter: TargetDrafter = import_named("drafting", path)(part, config, target, *state)
+    return drafter
 
 
-def _head_drafter(config: EngineConfig, target: "Backend", *state: Any) -> TargetDrafter:
-    from engine.drafting.in_target.block_drafter import BlockDrafter
-    from engine.drafting.in_target.target_chains import TargetChainDrafter
-    from engine.heads.head import head_model
-
-    if target.model.head is not None and target.model.head.drafts_blocks:
-        return BlockDrafter(config, target, *state)
-    return TargetChainDrafter(head_model, config, target, *state)
-
-
-def _head_tree_drafter(config: EngineConfig, target: "Backend", *state: Any) -> TargetDrafter:
-    from engine.drafting.trees.target_trees import TargetTreeDrafter
-    from engine.heads.head import head_model
-
-    return TargetTreeDrafter(head_model, config, target, *state)
-
-
-_IN_TARGET = partial(Method, "target", lambda *_: DeferringDrafter())
+_IN_TARGET = partial(Method, "target", lambda *_: DeferringDrafter(), make_in_target=_target_drafter)
 
 
 METHODS: Mapping[str, Method] = {
@@ -133,13 +122,13 @@ METHODS: Mapping[str, Method] = {
         runs_ahead=("coupled",),
         chain_rules=("k_sequential",),
     ),
-    "self": _IN_TARGET(make_in_target=_self_drafter, drafts_with="target_layers"),
-    "head": _IN_TARGET(make_in_target=_head_drafter, drafts_with="head"),
+    "self": _IN_TARGET(drafts_with="target_layers"),
+    "head": _IN_TARGET(drafts_with="head"),
     "head_tree": _IN_TARGET(
-        make_in_target=_head_tree_drafter, drafts_with="head", drafts_trees=True, rules=("coupled",)
+        make_in_target=partial(_target_drafter, trees=True), drafts_with="head", drafts_trees=True, rules=("coupled",)
     ),
     "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True, drafts_with="head"),
-    "mtp": _IN_TARGET(make_in_target=_head_drafter, drafts_with="target_head"),
+    "mtp": _IN_TARGET(drafts_with="target_head"),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),
     "model+suffix": Method(

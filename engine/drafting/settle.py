@@ -31,7 +31,6 @@ class Settled(NamedTuple):
 
     @property
     def method(self) -> Method:
-        """How drafts are made, and where."""
         return method_of(self.engine.drafting)
 
 
@@ -79,6 +78,13 @@ def settle(pair: PairConfig) -> Settled:
     if method.reads_features:
         draft = replace(target, head_only=True)
     return Settled(target, draft if method.runs_in == "draft" else None, engine)
+
+
+def check_in_process(settled: Settled) -> None:
+    """Raise ConfigError if the method needs a draft worker of its own, which a script has not."""
+    if settled.method.reads_features:
+        drafting = settled.engine.drafting
+        raise ConfigError(f"drafting is {drafting!r}, but there is no draft worker in this process; use head")
 
 
 def choose_method(config: EngineConfig, *, has_draft_model: bool) -> str:

@@ -12,5 +12,4 @@ class InputRows(RowExtras):
         """Take the arguments of every `RowExtras`."""
 
     def row_length(self, request: Request, start: int, length: int) -> int:
-        """Return the length of a row; see `RowExtras`."""
         return max(length, request.input_length + 1) if start < request.input_length else length

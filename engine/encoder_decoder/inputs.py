@@ -70,20 +70,16 @@ class InputPasses(PassExtras):
     def begin(
         self, rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool
     ) -> tuple[Sequence[ForwardRow], EncoderInputs]:
-        """Return the rows without their inputs, and the inputs; see `PassExtras`."""
         inputs = [_input(row, kv) for row in rows if row.start < row.input_length]
         return [_without_input(row) for row in rows], EncoderInputs(inputs, [row.input_length for row in rows])
 
     def of_group(self, rows: Sequence[ForwardRow], members: Sequence[int], length: int, added: Any) -> GroupInputs:
-        """Return the inputs of a group's rows; see `PassExtras`."""
         return self._of([row.input_length for row in rows for _ in range(0, len(row.token_ids), length)])
 
     def of_next(self, lengths: Sequence[int], added: EncoderInputs) -> GroupInputs:
-        """Return the inputs of the next passes' rows; see `PassExtras`."""
         return self._of(added.lengths)
 
     def num_tokens(self, added: EncoderInputs | None) -> int:
-        """Return how many tokens a pass encodes."""
         return 0 if added is None else sum(len(encoder_input.token_ids) for encoder_input in added.inputs)
 
     def _of(self, lengths: Sequence[int]) -> GroupInputs:

@@ -32,7 +32,6 @@ class EncoderDecoder(ModelKind):
     refusals = REFUSED
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
-        """Check that a model names the token that starts its texts, and is not quantised."""
         if not configuration.is_encoder_decoder:
             raise ModelError(f"{config.path} is {configuration.model_type}, of which {self.name} is only a part")
         if self.start_id(configuration.to_dict(), generation_settings) is None:
@@ -41,17 +40,14 @@ class EncoderDecoder(ModelKind):
             raise ModelError(f"{config.path} is {self.name}, whose weights are not served quantised")
 
     def context_length(self, configuration: Any) -> int:
-        """Return the maximal number of tokens of prompt and text together."""
         return CONTEXT_LENGTH
 
     def start_id(self, settings: Mapping[str, Any], generation_settings: Mapping[str, Any]) -> int | None:
-        """Return the token that starts texts, from the generation settings or else the configuration."""
         start: int | None = generation_settings.get("decoder_start_token_id")
         return settings.get("decoder_start_token_id") if start is None else start
 
     @property
     def model_class(self) -> "type[CausalLM]":
-        """The class of loaded models."""
         from engine.encoder_decoder.t5 import EncoderDecoderLM
 
         return EncoderDecoderLM

@@ -32,7 +32,6 @@ class EncoderDecoderLM(CausalLM):
 
     @classmethod
     def why_eager(cls, _config: PreTrainedConfig) -> str | None:
-        """Return why passes are never compiled."""
         return "it is an encoder-decoder"
 
     def __post_init__(self) -> None:
@@ -50,7 +49,6 @@ class EncoderDecoderLM(CausalLM):
         self.module.encoder_projections = projections
 
     def forward(self, batch: Any) -> Tensor:
-        """Encode the batch's inputs, then run the decoder; see `CausalLM.forward`."""
         for encoder_input in batch.added.inputs if batch.added is not None else ():
             self._encode(encoder_input.token_ids, encoder_input.slots, batch.paged)
         config: Any = self.module.config
@@ -88,7 +86,7 @@ def _constant(tensor: Tensor) -> Callable[..., Tensor]:
 
 
 def _keep_tokens_with_logits(_: nn.Module, __: object, kwargs: dict[str, Any], output: Any) -> Any:
-    """Drop the decoder's other outputs, so that the head computes no logits from them."""
+    """Drop the decoder's other outputs, so that no logits are computed from them."""
     output.last_hidden_state = output.last_hidden_state[:, kwargs["logit_indices"]]
     return output
 

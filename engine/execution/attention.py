@@ -174,7 +174,7 @@ class PagedContext:
 
     @property
     def _states(self) -> Tensor:
-        assert self.kv.states is not None, "only a model with a head has states"
+        assert self.kv.states is not None, "this cache has no states"
         return self.kv.states.view(-1, self.kv.states.shape[-1])
 
 

@@ -108,7 +108,7 @@ class Backend(Protocol):
     def beside(self, part: Part, kv: KVTensors) -> "tuple[Backend, KVTensors]":
         """Return the backend of another model, and its view of `kv`; both share this backend's memory.
 
-        `part` returns that model (this model's first layers, or its head), or raises ModelError.
+        `part` returns that model (such as this model's first layers), or raises ModelError.
         """
         ...
 

@@ -88,10 +88,7 @@ class EagerBackend:
         return kv
 
     def _allocate_blocks(self, num_blocks: int, block_size: int, like: Tensor) -> KVTensors:
-        if (head := self.model.head) is None:
-            return self.cache(self.model.kv_shape, num_blocks, block_size, like)
-        states_like = torch.empty(head.state_size, dtype=self.model.dtype, device=self.device)
-        return self.cache(self.model.kv_shape, num_blocks, block_size, like, head.kv_shape, states_like)
+        return self.cache(self.model.kv_shape, num_blocks, block_size, like, *self.model.added_to_cache)
 
     def beside(self, part: Part, kv: KVTensors) -> tuple[Backend, KVTensors]:
         """Return a part of this model; see `Backend.beside`."""
@@ -126,10 +123,8 @@ class EagerBackend:
             self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, input_length, prompt_length=2, slot=first)], kv))
             step = build([ForwardRow([0], 2, [1], 1, None, input_length, slot=then)], kv)
             self.logits(step)
-            model_layers = range(self.model.kv_shape.layers)  # the rest are a head's
-            if not isinstance(self.model.head, type(self.model.module)) and sorted(
-                i for i in step.paged.layers if i in model_layers
-            ) != [*model_layers]:
+            layers = range(self.model.kv_shape.layers)  # others are added to the cache
+            if not self.model.is_part and sorted(i for i in step.paged.layers if i in layers) != [*layers]:
                 raise RuntimeError("not every layer attends once in a pass")
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error

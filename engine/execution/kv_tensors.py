@@ -64,7 +64,7 @@ class KVTensors:
         has_stacks: whether layers of equal size share a tensor, so that one operator moves all their slots. Passes
             compiled for CPUs would copy such tensors, because they write in place only to separate memory.
         input_device: where batches and draws for this cache are made.
-        states: [num_blocks, block_size, state_size] a head's state per token; None without a head.
+        states: [num_blocks, block_size, state_size] a state per token; None in a cache without `added_shape`.
     """
 
     has_stacks: ClassVar[bool] = False
@@ -76,15 +76,15 @@ class KVTensors:
         num_blocks: int,
         block_size: int,
         like: Tensor,
-        head_shape: KVShape | None = None,
+        added_shape: KVShape | None = None,
         states_like: Tensor | None = None,
     ) -> None:
         """Allocate zeros: a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
 
         Args:
             like: has the dtype and the device of keys and values.
-            head_shape: a head's layers, which follow the model's; None without a head.
-            states_like: [state_size] has the dtype and the device of a head's states.
+            added_shape: layers that follow the model's; see `CausalLM.added_to_cache`.
+            states_like: [state_size] has the dtype and the device of a token's state.
         """
         self.block_size = block_size
         self.input_device = like.device
@@ -92,8 +92,8 @@ class KVTensors:
         self._stacked: list[Tensor] = []
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._sizes, head_sizes = shape.sizes, head_shape.sizes if head_shape else ()
-        for sizes in (self._sizes, head_sizes):
+        self._sizes, added_sizes = shape.sizes, added_shape.sizes if added_shape else ()
+        for sizes in (self._sizes, added_sizes):
             unused: dict[Sizes, list[tuple[Tensor, ...]]] = {layer_sizes: [] for layer_sizes in sizes}
             for layer_sizes, count in self._stacks(sizes):
                 heads, *dims = layer_sizes
@@ -114,7 +114,7 @@ class KVTensors:
         return [*Counter(sizes).items()] if self.has_stacks else [(layer_sizes, 1) for layer_sizes in sizes]
 
     def first_layers(self, count: int, num_with_slots: int = 0) -> Self:
-        """Return the cache of the first layers, in the same memory; a head's states are in it only with all layers.
+        """Return the cache of the first layers, in the same memory; states are in it only with all layers.
 
         Args:
             count: layers with keys and values.
@@ -129,8 +129,8 @@ class KVTensors:
         return view
 
     @property
-    def of_head(self) -> list[Tensor]:
-        """A head's keys, values and states, [layers, num_blocks, block_size, heads, dim]; empty without a head."""
+    def added(self) -> list[Tensor]:
+        """The added layers' keys, values and states, [layers, num_blocks, block_size, heads, dim]; empty without."""
         return self._stacked[self._num_own :]
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:

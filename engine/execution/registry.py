@@ -71,6 +71,6 @@ def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) ->
         from engine.execution.cuda.graphs import graph_bytes
 
         sizes = (source.configuration, needs.max_model_len, world_size)
-        num_bytes = graph_bytes(engine, *sizes, has_head=source.config.head is not None)
+        num_bytes = graph_bytes(engine, *sizes, num_models=len(source.parts))
         needs = replace(needs, workspace_bytes=needs.workspace_bytes + num_bytes)
     return Survey(name, num_free, needs)

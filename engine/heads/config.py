@@ -74,6 +74,11 @@ class HeadConfig:
     logit_scale: float = 1.0  # the target's, as is `logit_cap`
     logit_cap: float | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain values, without paths."""
+        layers = {name: value for name, value in self.layers.to_dict().items() if name != "_name_or_path"}
+        return vars(self) | {"layers": layers}
+
     @property
     def max_draft_tokens(self) -> int:
         """The most draft tokens of one pass."""

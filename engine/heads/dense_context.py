@@ -35,11 +35,9 @@ class DenseContext:
         self.states = self._features.gather(1, indices).flatten(0, 1)
 
     def read_states(self, *, of_parents: bool) -> Tensor:
-        """Return parents' states, or, to absorb tokens, their own features; see `AttentionContext`."""
         return self.states if of_parents else self._features.flatten(0, 1)
 
     def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
-        """Keep the states of a pass for the next pass."""
         self.states = states
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:

@@ -43,12 +43,10 @@ class DFlashHead(Head):
             attention.sees_row = attention.sliding_window is None or config.sliding_window_non_causal
 
     def feature(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return fc of the tapped outputs, normed; see `Head.feature`."""
         result: Tensor = self.hidden_norm(self.fc(torch.cat(list(taps), -1)))
         return result
 
     def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
-        """Write keys and values of the tokens' own features; see `Head.absorb`."""
         features = context.read_states(of_parents=False).unsqueeze(0).to(self.norm.weight.dtype)
         rotary = self.rotary_emb(features, positions)
         for layer in self.layers:
@@ -58,7 +56,6 @@ class DFlashHead(Head):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
     ) -> HeadOutput:
-        """Compute blocks of a last committed token and masks each; arguments as in `Eagle3Head.forward`."""
         hidden = self.embed_tokens(input_ids)
         rotary = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:

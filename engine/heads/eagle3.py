@@ -48,7 +48,6 @@ class Eagle3Head(Head):
         self.rotary_emb = LlamaRotaryEmbedding(layers)
 
     def feature(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return fc of the tapped outputs; see `Head.feature`."""
         if self.fc_norm is not None:
             taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
         joined = torch.cat(list(taps), -1)

@@ -40,6 +40,7 @@ class Head(nn.Module):
     """
 
     drafts_blocks: ClassVar[bool] = False  # one pass drafts several tokens
+    calls_inside_layers: ClassVar[bool] = True  # and not only its layers, of which each may be compiled as a whole
     attends_from: int = 1  # place 0 is empty if a place combines a token with the feature of the token before
     keeps_kv: bool = True  # False in a target whose head runs in a draft worker
 
@@ -76,7 +77,6 @@ class Head(nn.Module):
         """Take what the head needs of the target's module; raise ModelError if files do not fit. Weights come later."""
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the output head, as transformers' models do."""
         return self.lm_head
 
     def vocab_logits(self, hidden: Tensor) -> Tensor:

@@ -79,11 +79,9 @@ class HeadNames(FileNames):
         pass  # transformers knows no other names
 
     def parameter(self, name: str) -> str:
-        """Return the name in the form of `speculators`."""
         for pattern, replacement in _RENAMINGS:
             name = re.sub(pattern, replacement, name)
         return name
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return all of a parameter."""
         return whole

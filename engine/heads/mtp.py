@@ -55,7 +55,6 @@ class MtpHead(Head):
         self.names = _Names(model, renamings)
 
     def attach(self, lm: Any, source: ModelSource) -> None:
-        """Take the target's final norm, and check the files; see `Head.attach`."""
         projections = [name for name in source.weight_shapes if self.names.parameter(name) == "eh_proj.weight"]
         if not projections:
             raise ModelError(f"{source.path} has no MTP layers in its checkpoint")
@@ -67,7 +66,6 @@ class MtpHead(Head):
         self._target_norm = [lm.get_decoder().norm]  # in a list, because it is the target's
 
     def feature(self, taps: Sequence[Tensor]) -> Tensor:
-        """Return the target's last hidden states, normed; see `Head.feature`."""
         normed: Tensor = self._target_norm[0](taps[0])
         return normed
 
@@ -85,7 +83,6 @@ class MtpHead(Head):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
     ) -> HeadOutput:
-        """Compute a pass, and keep the layer's own states; arguments as in `Eagle3Head.forward`."""
         hidden, rotary = self._projected(input_ids, position_ids, paged)
         hidden = self.mtp_block(hidden, position_embeddings=rotary, attention_mask=None, paged=paged)
         states = self.norm(hidden[:, logits_to_keep])

@@ -19,7 +19,7 @@ from engine.heads.tapped import with_head
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.files import names_model
 from engine.models.layers.latent import cache_latents
-from engine.models.loader import load_model
+from engine.models.loader import check_module, load_model
 from engine.models.source import ModelSource
 
 HEADS: Mapping[str, type[Head]] = {
@@ -49,6 +49,13 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     # A head that shares the output head of a rank's target has that rank's slice of the vocabulary.
     head.num_tokens = max(0, head.num_tokens - head_model(model).vocab_slice.start)
     return model
+
+
+def check_target(source: ModelSource) -> None:
+    """Raise ModelError if headers of files show that a model and its configured head cannot be loaded."""
+    module = check_module(source)
+    if source.head is not None:
+        load_head(source.head, source, module, torch.device("meta"), torch.float32, 0)
 
 
 @names_model

@@ -23,7 +23,6 @@ class TappedLM(nn.Module):
             layers[count - 1].register_forward_hook(partial(_tap, count), with_kwargs=True)
 
     def forward(self, **inputs: Any) -> Any:
-        """Return the target's output; see `causal_lm.forward`."""
         output, context = self.lm(**inputs), inputs["paged"]
         context.write_states(self.head.feature([context.taps[count][0] for count in self.head.config.taps]))
         context.taps.clear()
@@ -32,7 +31,6 @@ class TappedLM(nn.Module):
         return output
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the target's output head."""
         head: nn.Module = self.lm.get_output_embeddings()  # type: ignore[operator]
         return head
 

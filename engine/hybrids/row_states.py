@@ -112,7 +112,6 @@ class RowStates:
         self._paths: dict[int, Tensor] = {}
 
     def convolve(self, layer: int, kept: LayerStates, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve a group's inputs [rows * width, channels]; see `StateContext.convolve`."""
         tokens = inputs.view(len(self._plans), self._width, -1)
         taps, carried = kept.taps, self._carried
         window = kept.inputs.index_select(0, self._sources)
@@ -134,7 +133,6 @@ class RowStates:
         return output.to(inputs.dtype).flatten(0, 1)
 
     def recur(self, layer: int, kept: LayerStates, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        """Compute a group's tokens, `inputs`: [rows * width, ...]; see `StateContext.recur`."""
         tokens = [entry.view(len(self._plans), self._width, *entry.shape[1:]) for entry in inputs]
         state = self._first(layer, kept)
         scanned = [

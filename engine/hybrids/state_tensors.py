@@ -30,27 +30,22 @@ class StateTensors(PassExtras):
     def begin(
         self, rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool
     ) -> tuple[Sequence[ForwardRow], Carried | None]:
-        """Return the rows, and what carries their states if slots stay unchanged; see `PassExtras`."""
         return rows, Carried(len(rows)) if carries else None
 
     def of_group(
         self, rows: Sequence[ForwardRow], members: Sequence[int], length: int, added: Carried | None
     ) -> RowStates:
-        """Return how a group's rows continue their states; see `PassExtras`."""
         return RowStates([_plan(row) for row in rows], length, self._device, added, members)
 
     def of_next(self, lengths: Sequence[int], added: Carried) -> RowStates:
-        """Return how the next passes continue carried states; see `PassExtras`."""
         added.is_full = True
         plans = [RowPlan(SlotRow(0, 0), length, 1, 1, 0) for length in lengths]
         return RowStates(plans, 1, self._device, added, range(len(lengths)))
 
     def of(self, paged: PagedContext) -> "GroupStates":
-        """Return the states of a pass's rows."""
         return GroupStates(self.layers, paged.groups)
 
     def first_layers(self, count: int) -> PassExtras:
-        """Return the slots of the first layers, in the same memory."""
         if not count:
             return PassExtras()
         view = copy.copy(self)
@@ -58,7 +53,6 @@ class StateTensors(PassExtras):
         return view
 
     def keep_path(self, row: SlotRow, path: Sequence[int]) -> None:
-        """Move the updates of accepted nodes to the places of a chain; see `PassExtras`."""
         for layer in self.layers:
             nodes = torch.tensor(path, device=layer.inputs.device)
             for kept in layer.updates:
@@ -75,14 +69,12 @@ class GroupStates:
     groups: Sequence[Group]
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve group by group; see `StateContext.convolve`."""
         kept = self.layers[layer]
         return torch.cat(
             [group.added.convolve(layer, kept, inputs[group.tokens], weight, bias) for group in self.groups]
         )
 
     def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        """Compute group by group; see `StateContext.recur`."""
         kept = self.layers[layer]
         return torch.cat(
             [group.added.recur(layer, kept, recurrence, [x[group.tokens] for x in inputs]) for group in self.groups]

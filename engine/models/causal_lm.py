@@ -36,21 +36,26 @@ class Shard:
 
 
 class HeadModule(Protocol):
-    """What a trained head needs in its target's cache; see `engine.heads.head.Head`."""
+    """A trained head, over the cache of its target; execution asks the `CausalLM` that has it. See `engine.heads.head`.
 
+    Attributes:
+        config: what its files say.
+        attends_from: the first place that has keys and values.
+        keeps_kv: whether it drafts in the target's process.
+        drafts_blocks: whether a pass drafts several tokens, which may see one another.
+        kv_shape: the keys and values that it caches per token.
+        state_size: the number of values in a token's state.
+    """
+
+    config: Any
     attends_from: int
     keeps_kv: bool
     drafts_blocks: ClassVar[bool]
 
     @property
-    def kv_shape(self) -> KVShape:
-        """Keys and values that it caches per token."""
-        ...
-
+    def kv_shape(self) -> KVShape: ...
     @property
-    def state_size(self) -> int:
-        """The number of values in a token's state."""
-        ...
+    def state_size(self) -> int: ...
 
 
 @dataclass
@@ -67,7 +72,7 @@ class CausalLM:
     dtype: torch.dtype
     shard: Shard | None = None
     kv_dtype: torch.dtype | None = None  # of the KV cache; None is `dtype`
-    head: "HeadModule | None" = None  # fed by the model's passes; a head's own model has it as `module`, too
+    head: HeadModule | None = None  # fed by the model's passes; a head's own model has it as `module`, too
     state_shapes: Sequence[StateShape] = ()  # of each linear layer of this rank
 
     @classmethod
@@ -96,8 +101,40 @@ class CausalLM:
 
     @property
     def kv_shape(self) -> KVShape:
-        """Keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is a head alone, which needs another model's cache."""
+        module: Any = self.module
+        return self.head is module
+
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether its head drafts several tokens in a pass."""
+        return self.head is not None and self.head.drafts_blocks
+
+    @property
+    def attends_from(self) -> int:
+        """The first place that has keys and values."""
+        return self.head.attends_from if self.head is not None else 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its head drafts in another process."""
+        return self.head is not None and (self.is_part or not self.head.keeps_kv)
+
+    @property
+    def configurations(self) -> list[Any]:
+        """What computes its passes: its configuration, and its head's."""
+        return [self.config] if self.head is None else [self.config, self.head.config]
+
+    @property
+    def added_to_cache(self) -> tuple[KVShape, Tensor] | tuple[()]:
+        """A head's keys and values, and the like of a token's state; see `KVTensors`."""
+        if self.head is None:
+            return ()
+        return self.head.kv_shape, torch.empty(self.head.state_size, dtype=self.dtype, device=self.device)
 
     @property
     def num_cached_layers(self) -> int:
@@ -133,6 +170,12 @@ class CausalLM:
     def best_of_ranks(self, scores: Tensor, ids: Tensor) -> Tensor:
         """Return each row's best token over all ranks, [n] int64, given the best [n] scores and ids of this rank."""
         return ids if (reducer := self.vocab_reducer) is None else best_over_ranks(scores, ids, reducer)
+
+    def replace_module(self, module: Any) -> None:
+        """Hold another module that computes the same, and its head."""
+        if self.head is not None:
+            self.head = module if self.is_part else module.head
+        self.module = module
 
     def forward(self, batch: Any) -> Tensor:
         """Compute a `ForwardBatch`; return [n, len(vocab_slice)] logits in the model's number format."""

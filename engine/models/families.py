@@ -166,7 +166,6 @@ class ModelKind:
 
     @property
     def model_class(self) -> "type[CausalLM]":
-        """The class of the loaded model."""
         from engine.models.causal_lm import CausalLM
 
         return CausalLM

@@ -12,15 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from engine.config import ModelConfig, ModelInfo
+from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard, num_weights
 from engine.models.files import names_model
 from engine.models.layers.experts import pack_experts
-from engine.models.layers.fusion import fuse_projections
-from engine.models.layers.latent import cache_latents
-from engine.models.layers.linear_layers import prepare_linear_layers
-from engine.models.layers.mixed_layers import describe_layers
+from engine.models.layers.mixed_layers import prepare_layers
 from engine.models.layers.packed_formats import FORMATS
 from engine.models.layers.quantization import check_groups, convert_torchao, on_meta
 from engine.models.packed_weights import check_quantization, load_packed, loading_arguments
@@ -37,7 +34,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     started = time.monotonic()
     device = resolve_device(source.config.device)
     dtype = resolve_dtype(source.config.dtype, device)
-    configuration, kind = source.loaded_configuration, source.kind
+    configuration = source.loaded_configuration
     check_quantization(source, shard.world_size if shard else 1)
     has_torchao = source.config.quantization != "none" or source.saved_format == "torchao"
     module = skeleton_of(source, dtype)
@@ -50,34 +47,19 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     num_parameters = num_weights(module)
     if has_torchao:
         convert_torchao(source.path, module)
-    cache_latents(module)
-    fuse_projections(module)
-    state_shapes, state_chunk = prepare_linear_layers(module, configuration)
-    describe_layers(module, configuration)
-    info = describe(source, dtype, device, num_parameters, state_chunk)
-    size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
-    message = "%s: %s on %s, loaded in %.1f s; its context has %d tokens"
-    logger.info(message, source.path, size, device, time.monotonic() - started, info.max_model_len)
-    return kind.model_class(
-        module, configuration, info, device, dtype, shard, kv_dtype(source.config), None, state_shapes
-    )
-
-
-def describe(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, num_parameters: int, state_chunk: int = 0
-) -> ModelInfo:
-    """Return the facts about a model that is loaded in a number format on a device."""
-    return ModelInfo(
-        name=source.path,
-        vocab_size=source.vocab_size,
-        max_model_len=source.kind.context_length(source.loaded_configuration),
-        eos_token_ids=source.eos_token_ids,
+    state_shapes, state_chunk = prepare_layers(module, configuration)
+    info = source.info(
         num_parameters=num_parameters,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        start_id=source.kind.start_id(source.settings, source.generation_settings),
         digest=hashlib.sha256(f"{source.digest} {torch.__version__}".encode()).hexdigest(),
         state_chunk=state_chunk,
+    )
+    size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
+    message = "%s: %s on %s, loaded in %.1f s; its context has %d tokens"
+    logger.info(message, source.path, size, device, time.monotonic() - started, info.max_model_len)
+    return source.kind.model_class(
+        module, configuration, info, device, dtype, shard, kv_dtype(source.config), None, state_shapes
     )
 
 

@@ -100,7 +100,7 @@ def load_packed(
             if world_size > 1 or saved in ("awq", "gptq"):
                 raise ModelError(f"{source.path}: {key} is of no layout of {saved} that is served")
             return None
-    head = module.get_output_embeddings()  # type: ignore[operator]
+    output = module.get_output_embeddings()  # type: ignore[operator]
     num_parts, pending = Counter(layers.values()), dict[str, dict[str, Tensor]]()
     floats: dict[str, Tensor] = {}
     dtypes = {key: stored[key].dtype for key in layers}
@@ -115,7 +115,7 @@ def load_packed(
         part, linear = names.part(f"{layer}.weight", parameters[name]), modules.get(path)
         of_rank = partial(_own, f"{source.path}: {layer}", part, rank, world_size)
         if isinstance(whole, QuantizedLinear):
-            if isinstance(linear, nn.Linear) and linear is not head and (linear.bias is None or "bias" in parts):
+            if isinstance(linear, nn.Linear) and linear is not output and (linear.bias is None or "bias" in parts):
                 bias = None if linear.bias is None else of_rank(parts["bias"].to(dtype).unsqueeze(1)).flatten()
                 zeros = None if whole.zeros is None else of_rank(whole.zeros, whole.in_features)
                 values, scales = (of_rank(tensor, whole.in_features) for tensor in (whole.values, whole.scales))

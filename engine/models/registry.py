@@ -31,4 +31,6 @@ def open_model(config: ModelConfig) -> ModelSource:
 
 def refused_fields(info: ModelInfo) -> Mapping[str, str]:
     """Return the request fields that a loaded model cannot serve, and why."""
+    if info.adapters:
+        return {"prompt_logprobs": "prompts' log probabilities are not computed where LoRA adapters are served"}
     return {} if info.start_id is None else REFUSED

@@ -26,7 +26,7 @@ from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, assign, fill
 
-_HEAD = "lm_head"
+_OUTPUT = "lm_head"
 _COLUMNS, ROWS, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
 _PACKED_COLUMNS, _PACKED_ROWS = "packed_colwise", "packed_rowwise"
 _WHOLE = {
@@ -71,13 +71,11 @@ class RowLinear(_Summed, nn.Linear):
     """A row-wise linear layer of floats."""
 
     def quantized(self, *tensors: Any) -> QuantizedLinear:
-        """Return the quantised layer that takes this layer's place."""
         layer = QuantizedRowLinear(*tensors)
         layer.reducer_key = self.reducer_key
         return layer
 
     def partial(self, x: Tensor) -> Tensor:
-        """Return this rank's summand, [..., out] float32."""
         return F.linear(x, self.weight).float()
 
 
@@ -126,11 +124,11 @@ def load_shard(
     names, ranks = FileNames(module), (shard.rank, shard.world_size)
     full = load_packed(source, module, names, dtype, device, *ranks) if saved in FORMATS else None
     fill(source, module, device, names, *ranks, rounded, full or ())
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
-        for name, whole in list(head.named_parameters()):  # the weight's slice shares the memory of the embeddings
-            assign(head, [name], whole.tensor_split(shard.world_size)[shard.rank])
-        head.out_features //= shard.world_size
+    output = module.get_output_embeddings()  # type: ignore[operator]
+    if source.configuration.tie_word_embeddings and output.out_features % shard.world_size == 0:
+        for name, whole in list(output.named_parameters()):  # the weight's slice shares the memory of the embeddings
+            assign(output, [name], whole.tensor_split(shard.world_size)[shard.rank])
+        output.out_features //= shard.world_size
     return module
 
 
@@ -151,7 +149,7 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
     if not set(plan.values()) - _WHOLE:
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan leaves every layer whole")
     if not config.tie_word_embeddings and text.vocab_size % world_size == 0:
-        plan[_HEAD] = _COLUMNS
+        plan[_OUTPUT] = _COLUMNS
     counts = {} if holds_attention_whole(text) else {text.num_attention_heads: "attention"}
     if counts and not getattr(text, "kv_lora_rank", None):
         counts |= {heads: "key/value" for heads, _, _ in kv_shape(config, 1).sizes}

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ModelConfig, split_revision
+from engine.config import ModelConfig, ModelInfo, split_revision
 from engine.errors import ModelError, ModelMismatchError
 from engine.models.families import ModelKind, ServedByVllm, gguf_settings, keep_layers, read_configuration, text_part
 from engine.models.files import damage_named, indexed_names, names_model, read_object, tensor_shapes
@@ -58,7 +58,6 @@ class ModelSource:
 
     @cached_property
     def directory(self) -> Path:
-        """The directory of the model's files."""
         is_file = os.path.isfile(self.path)
         if is_file and not self.path.endswith(".gguf"):
             raise ModelError(f"{self.path} is a file; name the directory of the model's files, or a GGUF file")
@@ -105,7 +104,6 @@ class ModelSource:
 
     @cached_property
     def kind(self) -> ModelKind:
-        """How models of this `model_type` are served."""
         if self.config.execution == "vllm":
             return ServedByVllm()
         names = [section.get("model_type", "") for section in (self.settings, self.settings.get("text_config") or {})]
@@ -149,13 +147,21 @@ class ModelSource:
         return read_object(path) if path.exists() else {}
 
     @property
+    def start_id(self) -> int | None:
+        """The token that a text starts with; None where the text continues its prompt."""
+        return self.kind.start_id(self.settings, self.generation_settings)
+
+    @property
     def max_model_len(self) -> int:
         """The most tokens of a request, prompt and text together, without a start token."""
-        start = self.kind.start_id(self.settings, self.generation_settings)
-        return self.kind.context_length(self.configuration) - (start is not None)
+        return self.kind.context_length(self.configuration) - (self.start_id is not None)
+
+    def info(self, **loaded: Any) -> ModelInfo:
+        """Return the facts about this model, given the facts about how it is loaded."""
+        longest = self.kind.context_length(self.loaded_configuration)
+        return ModelInfo(self.path, self.vocab_size, longest, self.eos_token_ids, start_id=self.start_id, **loaded)
 
     def check_length(self, max_model_len: int | None) -> None:
-        """Raise ModelError if the model's context is shorter than the configured length."""
         if (max_model_len or 0) > self.max_model_len:
             problem = f"max_model_len is {max_model_len:,}, but {self.path} takes {self.max_model_len:,} tokens"
             raise ModelError(f"{problem}, by max_position_embeddings and rope_parameters in its config.json; lower it")
@@ -178,7 +184,6 @@ class ModelSource:
 
     @property
     def vocab_size(self) -> int:
-        """The number of the model's logits."""
         return int(self.configuration.get_text_config().vocab_size)
 
     @cached_property
@@ -224,9 +229,13 @@ class ModelSource:
         path, revision = split_revision(self.config.head)
         return ModelSource(replace(self.config, path=path, revision=revision, quantization="none", head=None), {})
 
+    @property
+    def parts(self) -> "list[ModelSource]":
+        """This model's files, and those of its head."""
+        return [self] if self.head is None else [self, self.head]
+
     @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors in the files."""
         return {name: shape for path in self.weight_files for name, shape in tensor_shapes(path).items()}
 
     @cached_property
@@ -243,12 +252,10 @@ class ModelSource:
         return digest.hexdigest()
 
     def refuse(self, feature: str) -> None:
-        """Raise ModelError with the reason if models of this kind do not support a feature."""
         if (reason := self.kind.refusals.get(feature)) is not None:
             raise ModelError(f"{self.path} is {self.kind.name}, {reason}")
 
     def refuse_to_draft(self, feature: str) -> None:
-        """Raise ModelError with the reason if models of this kind cannot draft so."""
         if (reason := self.kind.draft_refusals.get(feature)) is not None:
             raise ModelError(f"the draft {self.path} {reason}")
 

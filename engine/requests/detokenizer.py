@@ -99,7 +99,6 @@ class Detokenizer:
         return text, None
 
     def finish(self) -> str:
-        """Return the text that was held back."""
         text = self._held + self._decode()[len(self._decoded) :]
         self._held, self._decoded = "", self._decode()
         return text

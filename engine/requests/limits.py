@@ -72,6 +72,5 @@ class RequestLimits:
         )
 
     def check_ids(self, name: str, ids: Collection[int]) -> None:
-        """Raise RequestError if an id is not in the vocabulary."""
         if bad := [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < self._vocab_size]:
             raise RequestError(f"{name} contains token id {bad[0]}; ids are 0 to {self._vocab_size - 1}", name)

@@ -45,12 +45,10 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the last committed token is uncomputed."""
         return self.num_uncomputed == 1
 
     @property
     def has_begun(self) -> bool:
-        """Whether the request was in a batch before, here or in another engine."""
         return self.was_admitted or self.request.num_output_tokens > 0
 
     @property
@@ -60,7 +58,6 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be committed."""
         return self.request.params.max_tokens - self.request.num_output_tokens
 
     def commit(self, verdict: Verdict) -> RequestOutput:

@@ -44,14 +44,14 @@ class WaitingQueue:
         """The request that starts next; the queue must not be empty."""
         if self._begun:
             return self._begun[0]
-        heads = (queue[0] for queue in self._new.values())
-        return min(heads, key=lambda head: (max(0, head.priority), self._served[head.owner]))
+        firsts = (queue[0] for queue in self._new.values())
+        return min(firsts, key=lambda first: (max(0, first.priority), self._served[first.owner]))
 
     def first_besides(self, owners: Container[str]) -> Sequence | None:
         """Return the next request whose owner is not in `owners` and whose priority is not positive, if any."""
         begun = (sequence for sequence in self._begun if sequence.owner not in owners and sequence.priority <= 0)
-        heads = [queue[0] for owner, queue in self._new.items() if owner not in owners and queue[0].priority <= 0]
-        return next(begun, None) or min(heads, key=lambda head: self._served[head.owner], default=None)
+        firsts = [queue[0] for owner, queue in self._new.items() if owner not in owners and queue[0].priority <= 0]
+        return next(begun, None) or min(firsts, key=lambda first: self._served[first.owner], default=None)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request; a request that another engine began always finds a place.
@@ -74,11 +74,9 @@ class WaitingQueue:
         insort(self._new.setdefault(owner, []), sequence, key=lambda waiting: waiting.priority)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Queue a preempted request, before all others."""
         self._begun.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a request that starts or is aborted."""
         if sequence in self._begun:
             self._begun.remove(sequence)
             return
@@ -88,7 +86,6 @@ class WaitingQueue:
             del self._new[sequence.owner]
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add tokens to the counter of a request's owner."""
         self._served[sequence.owner] += num_tokens
 
 

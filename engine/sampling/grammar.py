@@ -117,13 +117,11 @@ class Grammars:
         return self._compiled[grammar].deep_copy()
 
     def matcher(self, request_id: str, grammar: str) -> "Matcher":
-        """Return a request's matcher."""
         if request_id not in self._matchers:
             self._matchers[request_id] = Matcher(self, grammar)
         return self._matchers[request_id]
 
     def release(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored."""
         self._matchers.pop(request_id, None)
 
 

@@ -33,7 +33,6 @@ class Run:
 
     @property
     def params(self) -> SamplingParams:
-        """The request's sampling parameters."""
         return self.request.params
 
     @property

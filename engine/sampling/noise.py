@@ -35,7 +35,6 @@ class Draws:
     rows: Tensor  # [n] int64, the index of each row's key + 1; 0 is greedy
 
     def to(self, device: torch.device) -> "Draws":
-        """Return these on a device."""
         return Draws(*(tensor.to(device, non_blocking=True) for tensor in (self.temperatures, self.keys, self.rows)))
 
     def row_keys(self) -> Tensor:

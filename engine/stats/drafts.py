@@ -23,7 +23,6 @@ class SpeculationStats:
     """By draft length and `control.plan.Reason`."""
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count a verified draft, unless it is empty."""
         if num_draft_tokens == 0:
             return
         self.num_drafts += 1

@@ -23,13 +23,11 @@ class Distribution:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     @property
     def cumulative(self) -> list[int]:
-        """The number of values up to each bound, then of all values."""
         return list(accumulate(self._counts))
 
 
@@ -68,17 +66,14 @@ class RequestStats:
         self._times: dict[str, _Times] = {}
 
     def add(self, request_id: str, now_s: float) -> None:
-        """Begin to time a request."""
         self._times[request_id] = _Times(now_s)
 
     def release(self, request_id: str) -> None:
-        """Forget a request that has ended; unknown ids are ignored."""
         self._times.pop(request_id, None)
 
     def observe(
         self, batch: Sequence[ScheduledRow], outputs: Sequence[RequestOutput], *, started_s: float, ended_s: float
     ) -> None:
-        """Count a round and its outputs."""
         num_draft_tokens = sum(output.num_draft_tokens for output in outputs)
         self.num_round_tokens.observe(sum(row.length for row in batch) + num_draft_tokens)
         requests = {row.request.request_id: row.request for row in batch}

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         "pretrain": (_add_pretrain, "train a tokenizer and a small model on text files"),
         "distill": (_add_distill, "train a draft to be accepted by a target"),
         "head": (_add_head, "train a head that drafts from a target's layers"),
-        "evaluate": (_add_evaluate, "measure a pair's acceptance and step times, and predict its speed-up"),
+        "evaluate": (_add_evaluate, "measure a pair's acceptance, and the speed of everything that could draft"),
     }
     for name, (add, summary) in adders.items():
         formatter = argparse.ArgumentDefaultsHelpFormatter

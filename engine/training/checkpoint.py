@@ -51,11 +51,9 @@ class Checkpointer:
 
     @property
     def path(self) -> Path:
-        """The checkpoint file."""
         return self.folder / CHECKPOINT
 
     def save(self, step: int) -> None:
-        """Write the state after `step` steps in place of the last checkpoint."""
         state = {
             "step": step,
             "settings": self.settings,

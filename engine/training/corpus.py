@@ -122,7 +122,6 @@ class Batches:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of windows per epoch."""
         return (len(self.tokens) - 1) // self.length - 1 or int(len(self.tokens) > self.length)
 
     def __getitem__(self, index: int) -> torch.Tensor:

@@ -62,12 +62,7 @@ class Acceptance:
         return [sum(kept > i for kept in accepted) / max(1, len(accepted)) for i in range(k)]
 
     def mean_acceptance_length(self, k: int) -> float:
-        """Return tokens committed per round, including the recovered or bonus token."""
         return 1.0 + sum(self.per_position(k))
-
-    def rate(self) -> float:
-        """Return the share of places where both drew the same token: alpha of Leviathan et al."""
-        return sum(length > 0 for row in self.lengths for length in row) / max(1, sum(map(len, self.lengths)))
 
 
 def acceptance_table(measured: Mapping[float, Acceptance], k: int, title: str) -> Table:

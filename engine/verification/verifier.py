@@ -52,11 +52,9 @@ class ModelVerifier:
 
     @property
     def kv(self) -> KVTensors:
-        """The target's cache."""
         return self._kv
 
     def release(self, request_id: str) -> None:
-        """Drop what is kept of a request outside the cache."""
         self._decider.release(request_id)
 
     def _decide(self, rows: Sequence[VerifyRow], output: PassOutput, *, is_drawn: bool) -> list[Verdict]:

@@ -92,11 +92,12 @@ def test_a_round_with_a_part_of_a_prompt_has_no_shape(start):
         ([0.001] * 8, 0.2),
         ([0.001] * 8 + [0.1], 0.4),
         ([0.5] * 8, 1.0),
+        ([0.1] + [0.001] * 15, 0.4),
         ([0.1] + [0.001] * 16, 0.2),
     ],
 )
 def test_a_wait_for_drafts_is_bounded_by_recent_ones_and_never_shorter_than_a_garbage_collection(waits, deadline_s):
     times = DraftTimes()
     for seconds in waits:
-        times.observe(seconds)
-    assert times.deadline_s(1.0) == pytest.approx(deadline_s)
+        times.observe((), seconds)
+    assert times.deadline_s((), 1.0) == pytest.approx(deadline_s)

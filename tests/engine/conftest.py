@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from engine.config import ModelConfig
 from engine.execution.cpu.compilation import packages as compilation
 from engine.execution.cpu.kernels import library as kernels
 from engine.execution.vllm.arguments import set_environment
@@ -21,6 +22,17 @@ VOCAB = 64
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def many_starts(execution):
+    """Let vLLM start again in this process: in 0.32, what it does here fails the second time, beside numba."""
+    if execution == "vllm":
+        set_environment(ModelConfig("", execution="vllm"))
+        from vllm.platforms.cpu import CpuPlatform
+
+        once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(once)
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +80,9 @@ def make_verifier(target_path, execution):
     """Makes the target's verifier: over a loaded backend, or over vLLM, which loads the same files."""
     if execution == "torch":
         return ModelVerifier
-    source = source_of(target_path, execution="vllm")
-    set_environment(source.config)
-    from vllm.platforms.cpu import CpuPlatform
-
     from engine.execution.vllm.verifier import VllmVerifier
 
-    # vLLM starts once in a process; what it does here fails the second time.
-    CpuPlatform.register_triton_kernel_overrides = staticmethod(
-        functools.cache(CpuPlatform.register_triton_kernel_overrides)
-    )
+    source = source_of(target_path, execution="vllm")
     return lambda _model, config, grammars, _make_drafter: VllmVerifier(source, config, grammars, None)
 
 

@@ -38,7 +38,7 @@ class LawBackend:
 
     device = torch.device("cpu")
     reducer: Reducer | None = None
-    model = SimpleNamespace(head=None)
+    model = SimpleNamespace(drafts_blocks=False, attends_from=0)
 
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         logits = self.logits(batch)

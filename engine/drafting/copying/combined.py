@@ -21,24 +21,19 @@ class Continuation(NamedTuple):
     is_predicted: bool = False  # by the client
 
     def draft(self, length: int) -> Draft:
-        """Return the first `length` tokens as a draft."""
         return replace(chain(self.token_ids[:length]), is_predicted=self.is_predicted)
 
 
 class Copier(Protocol):
-    """Finds text that may occur again."""
+    """Finds text that may occur again, in what it has read of requests."""
 
-    def read(self, requests: Sequence[Request]) -> None:
-        """Index the text that requests bring."""
-        ...
+    def read(self, requests: Sequence[Request]) -> None: ...
 
     def look_up(self, row: ProposeRow) -> Continuation:
         """Return the best continuation of a row that has been read; empty if there is none."""
         ...
 
-    def release(self, request_id: str) -> None:
-        """Forget a request that has ended; unknown ids are ignored."""
-        ...
+    def release(self, request_id: str) -> None: ...
 
 
 class CombinedDrafter:
@@ -52,7 +47,6 @@ class CombinedDrafter:
         self._copies: dict[str, Continuation] = {}
 
     def plan_copies(self, rows: Sequence[ProposeRow], expected: Mapping[str, float]) -> dict[str, int]:
-        """Choose the rows that copy in the next round; see `PlansCopies`."""
         self._copier.read([row.request for row in rows])
         self._copies = {}
         for row in rows:
@@ -67,7 +61,6 @@ class CombinedDrafter:
         return lengths
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return a draft per row, from the source that was chosen for it."""
         # Looked up once: a request may be released while the other drafter is awaited.
         copies = [(row, self._copies.get(row.request.request_id)) for row in rows]
         others = [row for row, copy in copies if copy is None]
@@ -76,7 +69,6 @@ class CombinedDrafter:
         return [copy.draft(row.num_draft_tokens) if copy else next(drafts) for row, copy in copies]
 
     def release(self, request_id: str) -> None:
-        """Forget a request that has ended; unknown ids are ignored."""
         self._copies.pop(request_id, None)
         self._copier.release(request_id)
         self.drafter.release(request_id)

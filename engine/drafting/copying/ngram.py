@@ -46,7 +46,6 @@ class TokenIndex:
         self._earlier = [array("q", [-1]) * window for _ in orders]
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens to the text."""
         mask, tokens = self._window - 1, self._tokens
         text = [*self.tail(self._orders[0] - 1), *token_ids]
         num_known = len(text) - len(token_ids)
@@ -64,7 +63,6 @@ class TokenIndex:
             self.length += 1
 
     def tail(self, count: int) -> list[int]:
-        """Return the last `count` tokens, or as many as there are."""
         start = max(self.length - min(count, self._window), 0)
         return [self._tokens[position & (self._window - 1)] for position in range(start, self.length)]
 
@@ -127,7 +125,6 @@ class NgramDrafter:
             room -= len(tokens)
 
     def release(self, request_id: str) -> None:
-        """Forget a request that has ended; unknown ids are ignored."""
         self._texts.pop(request_id, None)
 
     def _continue(self, row: ProposeRow) -> list[int]:

@@ -51,7 +51,6 @@ class PredictionCopier:
         self._places: dict[str, _Place] = {}
 
     def read(self, requests: Sequence[Request]) -> None:
-        """Index up to `MAX_READ` tokens of requests' predictions."""
         room = MAX_READ
         for request in requests:
             predicted = request.predicted_token_ids
@@ -77,5 +76,4 @@ class PredictionCopier:
         return Continuation(tokens, place.num_agreed, is_predicted=True)
 
     def release(self, request_id: str) -> None:
-        """Forget a request that has ended; unknown ids are ignored."""
         self._places.pop(request_id, None)

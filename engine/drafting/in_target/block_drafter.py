@@ -1,4 +1,4 @@
-"""BlockDrafter: drafts with a head that predicts several places after the last committed token in one pass."""
+"""BlockDrafter: drafts with a model that predicts several places after the last committed token in one pass."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,11 +12,10 @@ from engine.config import EngineConfig
 from engine.drafting.in_target.target_chains import with_drafts
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer, extend
-from engine.execution.backend import Backend
+from engine.execution.backend import Backend, Part
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch, build
 from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
-from engine.heads.head import head_model
 from engine.protocols import Request, VerifyRow
 from engine.sampling.grammar import Grammars
 from engine.sampling.top_tokens import copied
@@ -30,17 +29,19 @@ class BlockDrafter(TokenDrawer):
 
     draws_chains = False
 
-    def __init__(self, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None) -> None:
-        head_backend, seen_kv = backend.beside(head_model, kv)
-        super().__init__(DraftModel(head_backend, grammars=grammars), seen_kv, config)
-        self._head = cast("Any", head_backend.model.module)
+    def __init__(
+        self, part: Part, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None
+    ) -> None:
+        part_backend, seen_kv = backend.beside(part, kv)
+        super().__init__(DraftModel(part_backend, grammars=grammars), seen_kv, config)
+        self._module = cast("Any", part_backend.model.module)
         self._reducer = backend.reducer
         # A longer row may be cut, and its parts would not attend to each other.
-        longest = MAX_GROUPED_LENGTH - self._head.num_unread
-        self._max_length: int = min(longest, self._head.config.max_draft_tokens)
+        longest = MAX_GROUPED_LENGTH - self._module.num_unread
+        self._max_length: int = min(longest, self._module.config.max_draft_tokens)
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Draw chains; see `TargetDrafter.draft`. A row without computed tokens gets no draft: the head needs them."""
+        """Draw chains; see `TargetDrafter.draft`. A row without computed tokens gets no draft."""
         able = [row for row in rows if row.draft.num_deferred and row.start]
         drafts = [chain.draft() for chain in self._chains(able, decides=decides)] if able else []
         return with_drafts(rows, able, drafts)
@@ -49,7 +50,7 @@ class BlockDrafter(TokenDrawer):
         counts = [min(row.draft.num_deferred, self._max_length) for row in rows]
         blocks = []
         for row, count in zip(rows, counts, strict=True):
-            masks = [self._head.config.mask_token_id] * (self._head.num_unread + count - 1)
+            masks = [self._module.config.mask_token_id] * (self._module.num_unread + count - 1)
             blocks.append(ForwardRow([*row.request.token_ids[row.start :], *masks], row.start, row.block_ids, count))
         steps = self._steps(build(blocks, self._kv), [row.request for row in rows], counts, decides=decides)
         if self._reducer is not None:
@@ -65,7 +66,7 @@ class BlockDrafter(TokenDrawer):
     ) -> list[Drawn]:
         """Draw the tokens of all rows, step by step; a shorter row repeats its last place, and the caller cuts it."""
         depths = [list(range(count)) for count in counts]
-        (draws,), markov = self.plan(requests, depths), self._head.markov_head
+        (draws,), markov = self.plan(requests, depths), self._module.markov_head
         batch.needs_logits = draws is None or markov is not None
         output = self._backend.run(batch, draws)
         ends, device = list(itertools.accumulate(counts)), output.tokens.device
@@ -91,7 +92,7 @@ class BlockDrafter(TokenDrawer):
             logits = scores[rows]
             if markov is not None:
                 bias, state = markov(previous, None if hidden is None else hidden[rows], state)
-                bias, ids = bias / temperatures[rows], self._head.target_ids
+                bias, ids = bias / temperatures[rows], self._module.target_ids
                 logits = logits + bias if ids is None else logits.index_add(-1, ids, bias)
             drawn = Drawn(logits.argmax(-1))
             if draws is None:

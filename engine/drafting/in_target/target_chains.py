@@ -1,4 +1,4 @@
-"""TargetChainDrafter: chains of a model in the target's process: the target's first layers, or a trained head.
+"""TargetChainDrafter: chains of a model in the target's process, over the target's cache.
 
 It has no cache. Its passes read the committed tokens' entries in the target's cache. They write entries of the tip and
 of draft tokens into slots that the verification pass then overwrites. So nothing is rolled back.
@@ -44,14 +44,12 @@ class TargetChainDrafter(TokenDrawer):
         self.draws_chains = backend.reducer is None and num_ranked is None
         self.draft_model = DraftModel(part_backend, grammars=grammars)
         super().__init__(self.draft_model, self.kv, config, ranks=num_ranked is not None, num_ranked=num_ranked)
-        head = part_backend.model.head
-        self._least_tokens = 1 + (head.attends_from if head is not None else 0)
+        self._least_tokens = 1 + part_backend.model.attends_from
         self._reducer = backend.reducer
         self.decides = True
         """Whether this rank draws the tokens."""
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Draw chains; see `TargetDrafter.draft`."""
         self.decides = decides
         able = self.able(rows)
         chains = [Chain() for _ in able]

@@ -21,7 +21,6 @@ class ModelDrafter:
         self._drawer = TokenDrawer(draft, self.cache.kv, config)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return a chain per row; empty if the context or the cache is full."""
         current = {row.request.request_id for row in rows}
         able = [row for row in rows if row.num_draft_tokens and self.cache.make_room(row, [], current)]
         chains = {row.request.request_id: Chain() for row in able}
@@ -32,7 +31,6 @@ class ModelDrafter:
         return [chain.draft() if chain else NO_DRAFT for chain in drawn]
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks."""
         self.cache.release(request_id)
         self._drawer.release(request_id)
 

@@ -45,11 +45,9 @@ class Text(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
         return len(self.committed) + len(self.drafted)
 
     def slice(self, start: int, end: int) -> list[int]:
-        """Return the tokens from `start` to before `end`."""
         base = len(self.committed)
         return [*self.committed[start:end], *self.drafted[max(start - base, 0) : max(end - base, 0)]]
 
@@ -73,7 +71,6 @@ class DraftCache:
         self._chunk = config.max_num_batched_tokens
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks; unknown ids are ignored."""
         if (prefix := self.prefixes.pop(request_id, None)) is not None:
             self.free_blocks += prefix.block_ids
             if prefix.slot:

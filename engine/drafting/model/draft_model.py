@@ -18,7 +18,7 @@ class DraftModel:
     token_limit: int | None = None  # the target's vocabulary size, which models of one family may pad differently
     grammars: "Grammars | None" = None  # None if no request may have a grammar
     run_ahead: bool = False  # the worker launches passes between two proposals
-    features: "FeatureStore | None" = None  # the target's, as they arrive, for a head
+    features: "FeatureStore | None" = None  # the target's, as they arrive
     cache: "DraftCache | None" = None  # shared by all drafters of this model; None if each makes its own
 
     @property

@@ -1,7 +1,7 @@
-"""FeatureCache: the cache of a head on a draft worker, with the target's features that the head reads.
+"""FeatureCache: the cache of a draft that reads the target's features, in a draft worker.
 
-A committed token's state is the target's feature, a draft token's the head's own guess (see `Head`). Places that were
-computed before their features arrived are computed again, once their tokens are committed and the features are here.
+A committed token's state is the target's feature, a draft token's the draft's own guess (see `engine.heads`). Places
+that were computed before their features arrived are computed again, once tokens are committed and features are here.
 """
 
 from collections.abc import Container, Sequence
@@ -17,7 +17,7 @@ from engine.protocols import ProposeRow
 
 
 def make_cache(draft: DraftModel, config: EngineConfig) -> DraftCache:
-    """Return the cache that a draft model shares with other drafters, or a new cache for the model or head."""
+    """Return the cache that a draft model shares with other drafters, or a new cache for the model."""
     if draft.cache is not None:
         return draft.cache
     if draft.features is None:
@@ -33,7 +33,6 @@ class FeatureCache(DraftCache):
         self._features = features
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks and forget its features, which must be sent again."""
         super().release(request_id)
         self._features.forget(request_id)
 

@@ -1,4 +1,4 @@
-"""FeatureStore: the target's features between the receiving thread and the cache of a draft worker's head.
+"""FeatureStore: the target's features between the receiving thread and the cache of a draft worker.
 
 Features belong to committed tokens and never change, so rows may come late, repeated or in pieces; the rows held are
 always a prefix of the request's features.
@@ -91,6 +91,5 @@ class FeatureStore:
             return start, taken
 
     def forget(self, request_id: str) -> None:
-        """Drop a request's rows; unknown ids are ignored."""
         with self._arrived:
             self._num_bytes -= len(self._features.pop(request_id, _Features()).rows)

@@ -49,11 +49,9 @@ class Chain:
     rankings: list[RankedRow] = field(default_factory=list)
 
     def cut(self, length: int) -> None:
-        """Keep the first `length` tokens."""
         del self.token_ids[length:], self.top_ids[length:], self.top_probs[length:], self.rankings[length:]
 
     def draft(self) -> Draft:
-        """Return a copy of the chain as it is sent to the target."""
         draft = chain(list(self.token_ids))
         return replace(draft, top_ids=list(self.top_ids), top_probs=list(self.top_probs)) if self.top_ids else draft
 
@@ -114,12 +112,10 @@ class TokenDrawer:
         return min(self._num_ranked or 0, self._backend.info.vocab_size)
 
     def release(self, request_id: str) -> None:
-        """Forget the grammar of a request that has ended."""
         if self._grammars is not None:
             self._grammars.release(request_id)
 
     def end_ids(self, request: Request) -> set[int]:
-        """Return the tokens that end a request."""
         eos = () if request.params.ignore_eos else self._backend.info.eos_token_ids
         return {*eos, *request.params.stop_token_ids}
 
@@ -136,13 +132,13 @@ class TokenDrawer:
         `batch` computes the tokens up to the ends of the chains that are not cached, with a row of logits per chain.
         `tables` are the requests' block tables, with room for the new tokens.
         """
-        heads = [len(chain.token_ids) for chain in chains]
-        lengths = [len(request.token_ids) + head for request, head in zip(requests, heads, strict=True)]
-        depth = max(counts)
+        depths = [len(chain.token_ids) for chain in chains]
+        lengths = [len(request.token_ids) + depth for request, depth in zip(requests, depths, strict=True)]
+        num_passes = max(counts)
         drawn: list[Drawn] = []
-        if depth > 1 and self._draws_chains:
-            drawn = self._draw_at_once(batch, requests, tables, chains, depth)
-        plan = [] if drawn else self.plan(requests, [[head] for head in heads], depth)
+        if num_passes > 1 and self._draws_chains:
+            drawn = self._draw_at_once(batch, requests, tables, chains, num_passes)
+        plan = [] if drawn else self.plan(requests, [[depth] for depth in depths], num_passes)
 
         def paths() -> list[list[list[int]]]:
             new = torch.stack([step.tokens for step in drawn], -1).tolist() if drawn else [[]] * len(chains)
@@ -151,10 +147,10 @@ class TokenDrawer:
         for step in range(len(plan)):
             if step == 1:  # while the first pass computes
                 max_length = self._backend.info.max_model_len
-                next_batch = next_tokens(tables, lengths, depth - 1, self._kv, max_length, batch.added)
+                next_batch = next_tokens(tables, lengths, num_passes - 1, self._kv, max_length, batch.added)
             if step:
                 batch = next_batch(step - 1, drawn[-1].tokens)
-            runs = functools.partial(self.runs, requests, [[head + step] for head in heads], paths)
+            runs = functools.partial(self.runs, requests, [[depth + step] for depth in depths], paths)
             drawn.append(self.run(batch, plan[step], runs))
         self._backend.wait()
         extend(chains, drawn, range(len(chains)), counts)
@@ -170,14 +166,14 @@ class TokenDrawer:
         """Launch all passes at once; return an empty list if rule, parameters or backend do not allow it."""
         if len(first.paged.groups) > 1:
             return []
-        heads, info, shaping = [chain.token_ids for chain in chains], self._backend.info, None
+        drafted, info, shaping = [chain.token_ids for chain in chains], self._backend.info, None
         params = [request.params for request in requests]
         if any(needs_shaping(sampling) for sampling in params):
-            shaping = row_shaping(requests, heads, info.eos_token_ids, info.vocab_size)
+            shaping = row_shaping(requests, drafted, info.eos_token_ids, info.vocab_size)
             if shaping is None:
                 return []
             params = [SamplingParams(temperature=raw.temperature, seed=raw.seed) for raw in params]
-        lengths = [len(request.token_ids) + len(head) for request, head in zip(requests, heads, strict=True)]
+        lengths = [len(request.token_ids) + len(tokens) for request, tokens in zip(requests, drafted, strict=True)]
         draws = plan_draws(params, lengths, self._kv.input_device, depth)
         first.paged.groups[0].blocks = block_tensor(tables, self._kv.input_device)
         output = self._backend.draw_chain(ChainBatch(first, draws, lengths, self._num_kept, shaping))
@@ -199,12 +195,10 @@ class TokenDrawer:
     def step(
         self, batch: ForwardBatch, requests: Sequence[Request], depths: Sequence[list[int]], paths: Paths
     ) -> Drawn:
-        """Compute a batch and draw the next draft token of every row; see `runs`."""
         (draws,) = self.plan(requests, depths)
         return self.run(batch, draws, lambda: self.runs(requests, depths, paths))
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
-        """Compute a batch and draw the next draft token of every row."""
         batch.needs_logits = draws is None or self._ranks
         output = self._backend.run(batch, draws)
         if draws is None:

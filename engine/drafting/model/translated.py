@@ -55,11 +55,9 @@ class TranslatedBackend:
         return getattr(self._backend, name)
 
     def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
-        """Return False: tokens are translated between passes."""
         return False
 
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
-        """Launch a pass; see `Backend.run`."""
         token_ids = self._reads[batch.token_ids.to(self.device, non_blocking=True)]
         output = self._backend.run(replace(batch, token_ids=token_ids, needs_logits=True))
         logits = output.logits.new_full((len(output.logits), self.info.vocab_size), _NEVER)

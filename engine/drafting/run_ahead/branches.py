@@ -47,12 +47,10 @@ class DraftContext:
 
     @property
     def base(self) -> int:
-        """Number of tokens that were committed when the draft was sent."""
         return len(self.request.token_ids)
 
     @property
     def length(self) -> int:
-        """Number of committed and draft tokens."""
         return self.base + len(self.chain.token_ids)
 
     def verdict(self, token_ids: Sequence[int]) -> Verdict | None:
@@ -167,7 +165,6 @@ class Branches:
         return ForwardBatch(tokens, self._indices, PagedContext(self._kv, [group]))
 
     def add(self, drawn: Drawn) -> None:
-        """Append the tokens that the pass drew."""
         self._drawn.append(drawn)
 
     def depths(self) -> list[list[int]]:

@@ -76,7 +76,6 @@ class RunAheadDrafter(PassesAhead):
             self._drawer.release(request_id)
 
     def stop(self) -> None:
-        """Drop all branches."""
         self._contexts = {}
         self._branches = self._work = self._next_pass = self._unsettled = None
 

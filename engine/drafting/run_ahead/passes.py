@@ -34,7 +34,6 @@ class Pass:
     take: Callable[[Drawn], None]
 
     def run(self) -> Drawn:
-        """Launch the pass."""
         return self.drawer.run(self.batch, self.draws, self.runs)
 
 
@@ -71,11 +70,9 @@ class Pace:
             self.width = min(len(WIDTHS) - 1, self.width + 1)
 
     def observe_answer(self) -> None:
-        """Note that an answer is sent now."""
         self._answered = self._clock()
 
     def observe_finish(self) -> None:
-        """Note that no more passes are left."""
         self._finished = self._clock()
 
     @property
@@ -87,7 +84,6 @@ class Pace:
 
     @property
     def due(self) -> float:
-        """When the next request is likely to come."""
         return self._answered + (self._gap_s or 0.0)
 
     @property
@@ -132,7 +128,6 @@ class PassesAhead(ABC):
         self._proposed: list[str] = []
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return a draft per row; empty if the context or the cache is full."""
         arrived = self.clock()
         self._is_mid_pass = self._launched is not None and self._backend.is_busy  # not with another lease's pass
         self._launched = None
@@ -151,12 +146,10 @@ class PassesAhead(ABC):
 
     @property
     def due(self) -> float:
-        """When the next request is likely to come, by the drafter's clock."""
         return self._pace.due
 
     @property
     def is_computing(self) -> bool:
-        """Whether a pass is under way on the device."""
         return self._backend.is_busy
 
     def next_pass(self) -> Pass | None:

@@ -55,7 +55,6 @@ class Tree(ABC):
         """Return the tree as it is sent to the target, siblings in order."""
 
     def child(self, parent: int, token: int) -> int | None:
-        """Return the first node for a token after a node."""
         return self._children.get((parent, token))
 
     def compute_index(self, node: int) -> int:
@@ -100,7 +99,6 @@ class TreeLevel(NamedTuple, Generic[T]):
 
     @property
     def depths(self) -> list[int]:
-        """Per node, the number of draft tokens up to it."""
         return [len(self.tree.nodes[node].path) for node in self.nodes]
 
 
@@ -130,7 +128,6 @@ class LevelwiseDrafter(ABC, Generic[T]):
         return cache, TokenDrawer(draft, cache.kv, config, ranks=True)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return a tree per row; empty if the context or the cache is full."""
         with torch.inference_mode():
             trees = [(row.request, self.tree_of(row.request.request_id)) for row in rows]
             self.keep([self.follow(request, tree)[1] for request, tree in trees if tree])
@@ -149,7 +146,6 @@ class LevelwiseDrafter(ABC, Generic[T]):
         return None if prefix is None else cast("T | None", prefix.scratch)
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks."""
         self.cache.release(request_id)
         self._drawer.release(request_id)
 
@@ -180,7 +176,6 @@ class LevelwiseDrafter(ABC, Generic[T]):
         return node, Kept(prefix, tree.base, accepted, indices)
 
     def keep(self, kept: Collection[Kept]) -> None:
-        """Move entries that stay to their final slots."""
         sources, targets = [], []
         for prefix, base, _, compute_indices in kept:
             moved = [(base + index, base + i) for i, index in enumerate(compute_indices) if index != i]

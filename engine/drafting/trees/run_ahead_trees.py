@@ -48,7 +48,6 @@ class RunAheadTreeDrafter(PassesAhead):
         self._grower.release(request_id)
 
     def stop(self) -> None:
-        """Drop all trees."""
         self._rows, self._trees, self._kept = {}, {}, {}
         self._work = self._under_way = self._unsettled = None
 

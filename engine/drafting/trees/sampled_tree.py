@@ -46,7 +46,6 @@ class SampledTree(Tree):
         self._newest = 1
 
     def children_in_shape(self, node: int) -> list[int]:
-        """Return the positions of a node's children in the shape."""
         return self._shape.get(self._positions[node], [])
 
     def add(self, parent: int, token_ids: Sequence[int], rows: Sequence[tuple[list[int], list[float]]]) -> None:
@@ -65,7 +64,6 @@ class SampledTree(Tree):
         return level
 
     def draft(self) -> Draft:
-        """Return the tree in the order of its shape."""
         order = sorted(range(1, len(self.nodes)), key=self._positions.__getitem__)
         rows = [self._rows[node] for node in order]
         return replace(self._draft_of(order), top_ids=[ids for ids, _ in rows], top_probs=[probs for _, probs in rows])
@@ -80,7 +78,6 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
         self._acceptance = {is_greedy: Acceptance(_PRIOR_RATES[: self.width]) for is_greedy in (False, True)}
 
     def plant(self, request: Request, num_nodes: int) -> SampledTree:
-        """Return an empty tree for a request, of at most `num_nodes` nodes."""
         is_greedy = request.params.temperature == 0
         if self._independent:
             # Greedy chains would all be equal.
@@ -90,7 +87,6 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
         return SampledTree(len(request.token_ids), parents, self._drawer.end_ids(request))
 
     def compute(self, batch: ForwardBatch, levels: Sequence[TreeLevel[SampledTree]]) -> None:
-        """Compute a level and add its children."""
         output = self._backend.run(batch)
         requests, depths = [level.request for level in levels], [level.depths for level in levels]
         runs = self._drawer.runs(requests, depths, lambda: [level.paths for level in levels])

@@ -1,4 +1,4 @@
-"""TargetTreeDrafter: best-first trees of a trained head in the target's process.
+"""TargetTreeDrafter: best-first trees of a model in the target's process.
 
 As with chains, nodes lie behind the tip in the row's blocks, and the verification pass overwrites them.
 """
@@ -34,7 +34,6 @@ class TargetTreeDrafter(TreeDrafter):
         return DraftCache(draft.backend, config, self._in_target.kv), self._in_target
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Grow trees; see `TargetDrafter.draft`."""
         self._in_target.decides = decides
         able = self._in_target.able(rows)
         planned = [ProposeRow(row.request, row.draft.num_deferred) for row in able]

@@ -76,7 +76,6 @@ class BestFirstTree(Tree):
 
     @property
     def expected(self) -> float:
-        """Expected number of accepted tokens of the draft."""
         return sum(self._probs[node] for node in self._best())
 
     def likeliest(self, count: int, max_depth: int) -> list[int]:
@@ -150,7 +149,6 @@ class TreeDrafter(LevelwiseDrafter[BestFirstTree]):
         self._num_children = num_children or self.width
 
     def plant(self, request: Request, num_nodes: int) -> BestFirstTree:
-        """Return an empty tree for a request, of at most `num_nodes` nodes."""
         tree = BestFirstTree(len(request.token_ids), num_nodes, self.width, self._drawer.end_ids(request))
         # Many nodes turn out not to be among the best after they were computed.
         self.reserve(request, tree, COMPUTED_PER_NODE * num_nodes)
@@ -163,11 +161,9 @@ class TreeDrafter(LevelwiseDrafter[BestFirstTree]):
         tree.max_computed = min(num_nodes, len(prefix.block_ids) * self.cache.kv.block_size - tree.base)
 
     def compute(self, batch: ForwardBatch, levels: Sequence[TreeLevel[BestFirstTree]]) -> None:
-        """Compute a level and add its children."""
         self.add_children(levels, self.launch(batch, levels))
 
     def launch(self, batch: ForwardBatch, levels: Sequence[TreeLevel[BestFirstTree]]) -> Drawn:
-        """Launch the pass that computes a level."""
         requests, depths = [level.request for level in levels], [level.depths for level in levels]
         return self._drawer.step(batch, requests, depths, lambda: [level.paths for level in levels])
 
@@ -182,6 +178,5 @@ class TreeDrafter(LevelwiseDrafter[BestFirstTree]):
             level.tree.add(node, next_tokens, [weight / total for weight in weights[: self._num_children]])
 
     def learn(self, request: Request, tree: BestFirstTree, node: int, token: int) -> None:
-        """Learn which token was committed after a node."""
         if (next_tokens := tree.next_tokens.get(node)) is not None:
             self._confidence.learn(request, next_tokens, token)

@@ -7,7 +7,6 @@ import timeit
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -95,7 +94,7 @@ class CpuBackend(EagerBackend):
                     self._package_files,
                     self._try_to_adopt,
                     num_layers=self.model.kv_shape.layers,
-                    is_self_draft=self._whole is not None and self.model.head is None,
+                    is_self_draft=self._whole is not None and not self.model.is_part,
                 )
         for backend in self._beside:
             backend.warm_up(compile_missing=compile_missing)
@@ -135,7 +134,7 @@ class CpuBackend(EagerBackend):
 
     @functools.cached_property
     def _package(self) -> Path:
-        return packages.package_path(self._step, self.model.config, getattr(self.model.head, "config", None))
+        return packages.package_path(self._step, *self.model.configurations)
 
     @property
     def _package_files(self) -> list[Path]:
@@ -149,8 +148,8 @@ class CpuBackend(EagerBackend):
             return "it is one of several ranks"
         if (reason := self.model.why_eager(self.model.config)) is not None:
             return reason
-        if self._source.config.head_only or (self.model.head is not None and not self.model.head.keeps_kv):
-            return "its head drafts in another process"
+        if self.model.is_split:
+            return "a part of it is in another process"
         if self.model.kv_dtype is not None:
             return f"its KV cache is {self.model.kv_dtype}"
         if self._num_bytes > packages.MAX_BYTES:
@@ -180,10 +179,7 @@ class CpuBackend(EagerBackend):
         load_noise(packages.noise_path())
         self._compiled = candidate
         # Frees the eager module, whose unpacked weights take half of the memory or more.
-        module: Any = self._step.module
-        self.model.module = module
-        if self.model.head is not None:
-            self.model.head = getattr(module, "head", module)
+        self.model.replace_module(self._step.module)
         logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
 
     def _check_speed(self, candidate: CompiledForward, kv: KVTensors) -> None:

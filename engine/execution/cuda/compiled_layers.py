@@ -20,7 +20,6 @@ from engine.errors import ModelError
 from engine.execution.attention import PagedContext
 from engine.execution.cuda.kernels import cache_write
 from engine.execution.cuda.kernels import triton_attention as paged_attention
-from engine.heads.head import Head
 from engine.models.layers.layer_attention import AttentionParams
 from engine.stats.preparation import PREPARATION
 
@@ -113,7 +112,7 @@ def compile_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
-    # A head's layers may already be compiled as a part of its target's module.
+    # Some may already be compiled as a part of another model's module.
     for layer in (part for part in _compiled_parts(module) if "forward" not in part.__dict__):
         # Kernels are chosen by rule, because autotuning could round differently in the next process. This is an option
         # of each compilation, because torch resets `torch._inductor.config` after it.
@@ -146,6 +145,7 @@ def uncompile_layers(module: nn.Module) -> None:
 def _compiled_parts(module: nn.Module) -> list[nn.Module]:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     inner = {child for layer in layers for child in layer.modules()}
-    # A head also calls modules inside its layers directly.
-    inner -= {child for head in module.modules() if isinstance(head, Head) for child in head.modules()}
+    for submodule in module.modules():
+        if getattr(submodule, "calls_inside_layers", False):
+            inner -= {*submodule.modules()}
     return layers + [child for child in module.modules() if "Norm" in type(child).__name__ and child not in inner]

@@ -109,7 +109,7 @@ class CudaBackend(EagerBackend):
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
-        if (count := len(indices)) == 1:  # see below; a head's last norm computes these tokens only
+        if (count := len(indices)) == 1:  # see below; some norms compute these tokens only
             indices = F.pad(indices, (0, 1), value=-1)
         if len(token_ids) == 1:  # a layer compiled for one token alone could round differently
             token_ids, groups = F.pad(token_ids, (0, 1)), [_with_padding(*groups)]

@@ -120,8 +120,8 @@ class Graphs:
 
     def _fits(self, batch: ForwardBatch, shape: Shape) -> bool:
         """Return whether a shape fits a batch's tables and logits, without splitting rows that tokens see whole."""
-        groups, head = batch.paged.groups, self._model.head
-        sees_row = head is not None and isinstance(head, type(self._model.module)) and head.drafts_blocks
+        groups = batch.paged.groups
+        sees_row = self._model.is_part and self._model.drafts_blocks
         is_cut = any(group.length > shape.length for group in groups)
         width = max(group.blocks.shape[1] for group in groups)
         return (
@@ -185,7 +185,7 @@ def table_width(engine: EngineConfig, max_model_len: int) -> int:
 
 
 def graph_bytes(
-    engine: EngineConfig, config: PreTrainedConfig, max_model_len: int, world_size: int, *, has_head: bool = False
+    engine: EngineConfig, config: PreTrainedConfig, max_model_len: int, world_size: int, *, num_models: int = 1
 ) -> int:
     """Estimate the memory of a rank's graphs, and of its communication with other ranks."""
     recorded = shapes(engine, LENGTHS)  # an upper bound: as if every model had trees, or ran ahead
@@ -195,8 +195,8 @@ def graph_bytes(
     num_blocks = sum(shape.rows for shape in recorded) * table_width(engine, max_model_len)
     num_bytes = torch.float32.itemsize * int(num_parts * (value_dim + 2) + num_outputs + num_blocks)
     communication_bytes = _COMMUNICATION_BYTES if world_size > 1 else 0
-    # A target's head or first layers have graphs, too.
-    num_models = 2 if has_head or engine.self_draft_layers is not None else 1
+    if engine.self_draft_layers is not None:
+        num_models += 1  # a target's first layers have graphs, too
     return num_models * (num_bytes + len(recorded) * _GRAPH_BYTES) + communication_bytes
 
 

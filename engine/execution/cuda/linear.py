@@ -93,7 +93,7 @@ def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = T
     for layer in module.modules():
         if (invariant_class := _INVARIANT.get(type(layer))) is None:
             continue
-        layer.__class__ = invariant_class  # in place: a head may share its last layer with the target
+        layer.__class__ = invariant_class  # in place: models may share a layer
         if isinstance(layer, InvariantLinear):
             weight = layer.weight
             layer.uses_cublas = not invariant or cublas_agrees(weight.shape, weight.dtype, weight.device)

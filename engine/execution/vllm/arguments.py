@@ -1,5 +1,6 @@
 """Arguments: our settings in vLLM's words. This file imports vllm only where a target loads."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -76,13 +77,11 @@ def check_version() -> str:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the `vllm` setting names what our settings decide, or an adapter that is not there."""
+    """Raise ConfigError if the `vllm` setting names what our settings decide, or an adapter's directory wrongly."""
     adapters = given.get(ADAPTERS, {})
-    if not isinstance(adapters, dict) or not all(isinstance(path, str) for path in adapters.values()):
-        raise ConfigError(f'vllm: {ADAPTERS} is {adapters!r}; it must be as {{"name": "directory"}}')
-    for name, path in adapters.items():
-        if not (Path(path) / "adapter_config.json").is_file():
-            raise ConfigError(f"vllm: {ADAPTERS}: {name} is {path}, which has no adapter_config.json")
+    if not isinstance(adapters, dict) or not all(map(_is_absolute, adapters.values())):
+        problem = 'it must be as {"name": "/directory"}, with absolute paths on the nodes of the target'
+        raise ConfigError(f"vllm: {ADAPTERS} is {adapters!r}; {problem}")
     for name in given:
         if name in _OURS:
             raise ConfigError(f"vllm has the key {name!r}; that is the setting {_OURS[name]}")
@@ -94,6 +93,9 @@ def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, worl
     """Return the keywords of vLLM's `EngineArgs` for a target; raise ConfigError for a wrong key or value of `vllm`."""
     config, k = source.config, engine.num_speculative_tokens
     adapters = config.vllm.get(ADAPTERS, {})
+    for name, path in adapters.items():  # vLLM would look for a model of this name on the hub
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise ConfigError(f"vllm: {ADAPTERS}: {name} is {path}, which has no adapter_config.json")
     assert engine.num_blocks is not None
     # vLLM refuses a context for which its cache has no room.
     length = min(engine.max_model_len or source.max_model_len, source.max_model_len)
@@ -112,6 +114,7 @@ def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, worl
         "max_num_batched_tokens": most_tokens,
         "block_size": engine.block_size,
         "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.01,  # the memory plan has seen to it that there is room
         "enforce_eager": config.compile == "off",
         "tensor_parallel_size": world_size,
         # The runner then takes rows of up to 1 + k tokens; its drafter, which this names, never runs.
@@ -142,6 +145,19 @@ def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
             words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     parsed = vars(parser.parse_args(words))
     return {name: parsed[name] for name in given}
+
+
+def digest_of(config: ModelConfig) -> str:
+    """Return a digest of vLLM's arguments and of the adapters' files."""
+    digest = hashlib.sha256(json.dumps(config.vllm, sort_keys=True).encode())
+    for path in config.vllm.get(ADAPTERS, {}).values():
+        for file in sorted(Path(path).glob("adapter_*")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_absolute(path: object) -> bool:
+    return isinstance(path, str) and Path(path).is_absolute()
 
 
 def set_environment(config: ModelConfig) -> None:

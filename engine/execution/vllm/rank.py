@@ -1,7 +1,6 @@
 """Rank: vLLM's worker of one rank of the target, in this process."""
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -30,6 +30,7 @@ class RankExecutor(UniProcExecutor):  # type: ignore[misc]
 
 def start(
     arguments: Mapping[str, Any],
+    device_type: str,
     num_blocks: int,
     adapters: Sequence[LoRARequest] = (),
     place: tuple[str, int, int] | None = None,
@@ -38,17 +39,30 @@ def start(
 
     Args:
         arguments: of vLLM's `EngineArgs`.
+        device_type: where this project's settings place the target; vLLM has one kind of device, that of its build.
         num_blocks: KV blocks, including block 0, which vLLM gives to no request, either.
         place: see `RankExecutor`.
 
     Raises:
         ModelError: vLLM does not serve the model so.
     """
+    if (built_for := current_platform.device_type) != device_type:
+        raise ModelError(f"device is {device_type}, but the vLLM that is installed is built for {built_for}")
+    model, set_num_threads = arguments["model"], torch.set_num_threads
     RankExecutor.place = place
-    arguments = {**arguments, "distributed_executor_backend": RankExecutor, "kv_cache_memory_bytes": 1}
-    with _named(arguments["model"]):
-        config = EngineArgs(**arguments).create_engine_config()
-        executor = RankExecutor(config)
+    try:
+        return _start(model, {**arguments, "distributed_executor_backend": RankExecutor}, num_blocks, adapters)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{model} does not fit into memory: {error}") from error
+    except (ValueError, NotImplementedError) as error:
+        raise ModelError(f"vLLM does not serve {model}: {_first_line(error)}") from error
+    finally:
+        torch.set_num_threads = set_num_threads  # on CPUs, vLLM replaces it by a function that does nothing
+
+
+def _start(model: str, arguments: Mapping[str, Any], num_blocks: int, adapters: Sequence[LoRARequest]) -> Runner:
+    config = EngineArgs(**arguments, kv_cache_memory_bytes=1).create_engine_config()
+    executor = RankExecutor(config)
     register_all_kvcache_specs(config)
     specs = executor.get_kv_cache_specs()
     layouts = executor.get_supported_kv_cache_layouts()
@@ -59,21 +73,18 @@ def start(
     cache.kv_cache_layout = config.cache_config.kv_cache_layout
     if len(cache.kv_cache_groups) != 1:
         problem = f"vLLM keeps {len(cache.kv_cache_groups)} kinds of KV blocks for it"
-        raise ModelError(f"{arguments['model']}: {problem}, and execution=vllm serves one; set execution to torch")
-    if cache.kv_cache_groups[0].kv_cache_spec.block_size != arguments["block_size"]:
-        size = cache.kv_cache_groups[0].kv_cache_spec.block_size
-        raise ModelError(
-            f'{arguments["model"]}: its attention needs KV blocks of {size}; set vllm={{"block_size": {size}}}'
-        )
+        raise ModelError(f"{model}: {problem}, and execution=vllm serves one; set execution to torch")
+    if (size := cache.kv_cache_groups[0].kv_cache_spec.block_size) != arguments["block_size"]:
+        problem = f"its attention needs KV blocks of {size} tokens"
+        raise ModelError(f'{model}: {problem}; set vllm to {{"block_size": {size}}}')
     assert cache.num_blocks >= num_blocks
     config.cache_config.num_gpu_blocks = cache.num_blocks
     executor.initialize_from_config([cache])
     executor.compile_or_warm_up_model()
     for adapter in adapters:  # now, because a broken adapter would end a round
-        with _named(adapter.lora_path):
-            executor.add_lora(adapter)
-    if place is not None:
-        _forget_names(place[0], place[1])
+        executor.add_lora(adapter)
+    if executor.place is not None:
+        _forget_names(executor.place[0], executor.place[1])
     return Runner(executor.driver_worker.worker.model_runner)
 
 
@@ -85,16 +96,6 @@ def _forget_names(address: str, rank: int) -> None:
     queue = get_tp_group().mq_broadcaster
     if rank == 0 and queue is not None:
         queue.buffer.shared_memory.unlink()
-
-
-@contextlib.contextmanager
-def _named(model: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ModelError(f"{model} does not fit into memory: {error}") from error
-    except (ValueError, NotImplementedError) as error:
-        raise ModelError(f"vLLM does not serve {model}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

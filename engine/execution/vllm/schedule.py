@@ -30,7 +30,7 @@ class _Known:
 
 
 @dataclass(slots=True)
-class Round:
+class PlannedRound:
     """A round for the runner; `added` holds the tokens that were committed since the runner last saw a request."""
 
     output: SchedulerOutput
@@ -50,7 +50,7 @@ class Schedule:
         if self._known.pop(request_id, None) is not None:
             self._ended.add(request_id)
 
-    def round(self, rows: Sequence[VerifyRow]) -> Round:
+    def plan(self, rows: Sequence[VerifyRow]) -> PlannedRound:
         """Return the next round, whose rows are of different requests."""
         new: list[NewRequestData] = []
         cached = CachedRequestData.make_empty()
@@ -87,7 +87,7 @@ class Schedule:
             finished_req_ids=ended,
             free_encoder_mm_hashes=[],
         )
-        return Round(output, added)
+        return PlannedRound(output, added)
 
     def _announced(self, request: Request, block_ids: BlockTable, start: int) -> NewRequestData:
         adapter = request.params.adapter

@@ -1,9 +1,9 @@
 """VllmVerifier: a target that vLLM computes; rows go in, logits come out, and the rule decides as ever."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from vllm.lora.request import LoRARequest
 
 from engine.config import CompileProgress, EngineConfig
 from engine.execution.reduce import World
-from engine.execution.vllm.arguments import ADAPTERS, engine_arguments
+from engine.execution.vllm.arguments import ADAPTERS, check_version, digest_of, engine_arguments
 from engine.execution.vllm.rank import start
 from engine.execution.vllm.schedule import Schedule
-from engine.models.loader import describe, resolve_device, resolve_dtype
+from engine.models.loader import resolve_device, resolve_dtype
 from engine.models.source import ModelSource
 from engine.protocols import Verdict, VerifyRow
 from engine.sampling.grammar import Grammars
@@ -35,27 +35,33 @@ class VllmVerifier:
         dtype = resolve_dtype(source.config.dtype, device)
         self.num_blocks = engine.num_blocks + 1
         place = None if world is None else (f"tcp://{world.host}:{world.port}", world.rank, world.device.index or 0)
-        arguments = engine_arguments(source, engine, str(dtype).removeprefix("torch."), world.size if world else 1)
-        paths = source.config.vllm.get(ADAPTERS, {})
+        dtype_name, paths = str(dtype).removeprefix("torch."), source.config.vllm.get(ADAPTERS, {})
+        arguments = engine_arguments(source, engine, dtype_name, world.size if world else 1)
         adapters = {name: LoRARequest(name, nth, path) for nth, (name, path) in enumerate(paths.items(), start=1)}
-        self._runner = start(arguments, self.num_blocks, [*adapters.values()], place)
+        self._num_threads = source.config.num_threads or torch.get_num_threads() if device.type == "cpu" else None
+        self._runner = start(arguments, device.type, self.num_blocks, [*adapters.values()], place)
         self._schedule = Schedule(adapters)
-        num_parameters = sum(torch.Size(shape).numel() for shape in source.weight_shapes.values())
-        self.info = replace(describe(source, dtype, device, num_parameters), adapters=tuple(adapters))
+        self.info = source.info(
+            num_parameters=sum(torch.Size(shape).numel() for shape in source.weight_shapes.values()),
+            dtype=dtype_name,
+            device=str(device),
+            digest=hashlib.sha256(f"{source.digest} {check_version()} {digest_of(source.config)}".encode()).hexdigest(),
+            adapters=tuple(adapters),
+        )
         self._decider = Decider(rule_of(engine.verification), self.info.eos_token_ids, grammars)
         message = "%s: loaded by vLLM on %s in %.1f s; %d KV blocks of %d tokens"
         logger.info(message, source.path, device, time.monotonic() - started, engine.num_blocks, engine.block_size)
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
         """Compute the rows and, unless another rank decides, return their verdicts."""
-        planned = self._schedule.round(rows)
+        planned = self._schedule.plan(rows)
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)  # a draft in this process has set its own
         with torch.inference_mode():
             self._runner.append(planned.added)
-            logits = self._runner.run(planned.output)
-            if not decides:
-                return []
-            logits = self._wanted(rows, logits)
-            return self._decider.decide(rows, self._decider.runs(rows), logits, None)
+            # Every rank computes the prompts' logits, because vLLM gathers logits over the ranks.
+            logits = self._wanted(rows, self._runner.run(planned.output))
+            return self._decider.decide(rows, self._decider.runs(rows), logits, None) if decides else []
 
     def release(self, request_id: str) -> None:
         """Have vLLM forget a request in the next round, and drop its grammar matcher."""

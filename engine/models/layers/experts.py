@@ -28,7 +28,7 @@ def experts_of(module: nn.Module) -> list[Any]:
 
 
 def group_experts(module: nn.Module) -> None:
-    """Let `compute_experts` compute a model's experts, including its head's."""
+    """Let `compute_experts` compute a model's experts."""
     for experts in experts_of(module):
         experts.config._experts_implementation = EXPERTS_NAME
 

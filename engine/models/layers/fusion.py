@@ -30,7 +30,6 @@ class FusedLinear(nn.Module):
         return projections[0]
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return every projection of `x`."""
         projections: tuple[Tensor, ...] = self.linear(x).split(self.sizes, dim=-1)
         return projections
 

@@ -26,12 +26,10 @@ class KVShape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Heads, key size and value size of every layer."""
         return self.each or (self[1:4],) * self.layers
 
     @property
     def token_numbers(self) -> int:
-        """How many numbers a token's keys and values have in all layers."""
         return sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.sizes)
 
 
@@ -61,9 +59,9 @@ class AttentionParams(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """Access of attention functions and heads to the cache in one forward pass; backends implement it.
+    """Access of layers to the cache in one forward pass; backends implement it.
 
-    taps: outputs of tapped layers, [1, tokens, width] each, by the number of layers before the tap.
+    taps: outputs of some layers, [1, tokens, width] each, by the number of layers up to there.
     """
 
     taps: dict[int, Tensor]

@@ -3,9 +3,12 @@
 In every family `state' = decay * state + left (x) right`, so a cache can keep draft tokens' updates for later.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -57,23 +60,39 @@ class LayerStates:
         )
 
 
-class Recurrence(Protocol):
-    """How a family's linear layer computes."""
+@dataclass(frozen=True)
+class Recurrence(ABC):
+    """How a family's linear layer computes; `by_chunk` is transformers' function for `chunk` tokens."""
 
+    by_chunk: Callable[..., tuple[Tensor, Tensor]]
+    chunk: int
+
+    @abstractmethod
+    def sizes(self, inputs: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
+        """Return heads, rows, columns, groups and decays of the state; see `StateShape`."""
+
+    @abstractmethod
     def update(self, state: Tensor, inputs: Sequence[Tensor]) -> Update:
         """Return one token's update of n contexts, given the states [n, heads, rows, columns]; inputs: [n, ...]."""
-        ...
 
+    @abstractmethod
     def output(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Return [n, heads, size], given the state after the token."""
-        ...
+
+    @abstractmethod
+    def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what `scan` does for at most a chunk, [1, tokens, ...] each."""
 
     def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute a context's next tokens in chunks; inputs: [tokens, ...].
+        """Compute a context's next tokens chunk by chunk, because for several chunks Mamba 2's function adds otherwise.
 
-        Returns [tokens, heads, size] and the last state, [heads, rows, columns] as `state`.
+        Returns [tokens, heads, size] and the last state, [heads, rows, columns] as `state`; inputs: [tokens, ...].
         """
-        ...
+        outputs, states = [], state.unsqueeze(0)
+        for start in range(0, len(inputs[0]), self.chunk):
+            output, states = self._scan_chunk(states, [tensor[None, start : start + self.chunk] for tensor in inputs])
+            outputs.append(output[0])
+        return torch.cat(outputs), states[0]
 
 
 class StateContext(Protocol):

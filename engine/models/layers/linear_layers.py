@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from engine.errors import ModelError
-from engine.models.layers.layer_state import StateContext, StateShape
+from engine.models.layers.layer_state import Recurrence, StateContext, StateShape
 from engine.models.layers.quantization import on_meta
 from engine.models.layers.recurrences import GatedDelta, Mamba2
 
@@ -104,7 +104,7 @@ class _Probe:
         self.sizes = (weight.shape[0], weight.shape[1] - 1)
         return inputs
 
-    def recur(self, _layer: int, recurrence: GatedDelta | Mamba2, inputs: Sequence[Tensor]) -> Tensor:
+    def recur(self, _layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         self.matrices, self.chunk = recurrence.sizes(inputs), recurrence.chunk
         return recurrence.output(inputs[0].new_zeros(len(inputs[0]), *self.matrices[:3]).float(), inputs)
 

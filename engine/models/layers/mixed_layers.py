@@ -10,7 +10,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from engine.models.layers.linear_layers import layer_kinds
+from engine.models.layers.fusion import fuse_projections
+from engine.models.layers.latent import cache_latents
+from engine.models.layers.layer_state import StateShape
+from engine.models.layers.linear_layers import layer_kinds, prepare_linear_layers
 
 CHUNKED = "chunked_attention"
 
@@ -20,6 +23,15 @@ def num_shared(config: PreTrainedConfig) -> int:
     text = config.get_text_config()
     count: int = getattr(text, "num_kv_shared_layers", None) or 0
     return count if count < text.num_hidden_layers else 0
+
+
+def prepare_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[list[StateShape], int]:
+    """Replace and describe the layers of a loaded model; return what `prepare_linear_layers` returns."""
+    cache_latents(module)
+    fuse_projections(module)
+    states = prepare_linear_layers(module, config)
+    describe_layers(module, config)
+    return states
 
 
 def describe_layers(module: nn.Module, config: PreTrainedConfig) -> None:

@@ -43,9 +43,9 @@ def check_groups(path: str, module: nn.Module) -> None:
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that are quantised, by name: all but the output head."""
-    head = module.get_output_embeddings()  # type: ignore[operator]
+    output = module.get_output_embeddings()  # type: ignore[operator]
     layers = module.named_modules()
-    return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
+    return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not output}
 
 
 def on_meta(model_config: PreTrainedConfig, made_by: Any = AutoModelForCausalLM, **arguments: Any) -> nn.Module:
@@ -122,16 +122,13 @@ class QuantizedLinear(nn.Module):
 
     @property
     def num_bits(self) -> int:
-        """Bits of a weight."""
         return 4 if self.values.dtype == torch.uint8 else 8
 
     @property
     def integers(self) -> Tensor:
-        """[out, in] int8, or float8_e4m3fn."""
         return unpack_nibbles(self.values) if self.values.dtype == torch.uint8 else self.values
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out] for `x` [..., in]."""
         if self.scales.shape[1] == 1 and self.zeros is None:
             product = F.linear(x, self.integers.to(x.dtype)) * self.scales.to(x.dtype).flatten()
         else:

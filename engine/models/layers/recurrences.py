@@ -5,50 +5,28 @@ Linear, arXiv:2510.26692, section 3) have rows of key size and columns of value 
 arXiv:2405.21060, section 6) has rows of input size and columns of B's size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.models.layers.layer_state import Update
+from engine.models.layers.layer_state import Recurrence, Update
 
 
 @dataclass(frozen=True)
-class ByChunk:
-    """A recurrence that transformers computes in chunks: `by_chunk` takes `chunk` tokens."""
-
-    by_chunk: Callable[..., tuple[Tensor, Tensor]]
-    chunk: int
-
-    def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute chunk by chunk, because for several chunks Mamba 2's function adds states in another order."""
-        outputs, states = [], state.unsqueeze(0)
-        for start in range(0, len(inputs[0]), self.chunk):
-            output, states = self._scan_chunk(states, [tensor[None, start : start + self.chunk] for tensor in inputs])
-            outputs.append(output[0])
-        return torch.cat(outputs), states[0]
-
-    def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class GatedDelta(ByChunk):
+class GatedDelta(Recurrence):
     """S' = d S + k (x) b (v - (d S)^T k), output S'^T q; inputs q, k, v, log d and b; d is per head or per row."""
 
     chunk: int = 64
 
     def sizes(self, inputs: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
-        """Return heads, rows, columns, groups and decays of the state; see `StateShape`."""
         _, key, value, decay, _ = inputs
         heads, rows, columns = value.shape[1], key.shape[2], value.shape[2]
         return heads, rows, columns, heads, rows if decay.dim() == value.dim() else 1
 
     def update(self, state: Tensor, inputs: Sequence[Tensor]) -> Update:
-        """Return the update by a token; see `Recurrence.update`."""
         _, key, value, decay, beta = inputs
         key = _unit_vectors(key, state.shape[1])
         factors = decay.float().exp().reshape(*state.shape[:2], -1)
@@ -56,7 +34,6 @@ class GatedDelta(ByChunk):
         return Update(factors, key, (value.float() - known) * beta.float().unsqueeze(-1))
 
     def output(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the outputs of tokens; see `Recurrence.output`."""
         query = _unit_vectors(inputs[0], state.shape[1]) * inputs[0].shape[-1] ** -0.5
         output: Tensor = (state * query.unsqueeze(-1)).sum(-2)
         return output.to(inputs[0].dtype)
@@ -68,7 +45,7 @@ class GatedDelta(ByChunk):
 
 
 @dataclass(frozen=True)
-class Mamba2(ByChunk):
+class Mamba2(Recurrence):
     """S' = exp(t A) S + t x (x) B, output S' C + D x; inputs x, t before its bias, B and C.
 
     t is softplus(t + bias) within `limits`, in the model's dtype as in transformers. a, d, bias: [heads].
@@ -80,12 +57,10 @@ class Mamba2(ByChunk):
     limits: tuple[float, float]
 
     def sizes(self, inputs: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
-        """Return heads, rows, columns, groups and decays of the state; see `StateShape`."""
         x, _, b, _ = inputs
         return x.shape[1], x.shape[2], b.shape[2], b.shape[1], 1
 
     def update(self, state: Tensor, inputs: Sequence[Tensor]) -> Update:
-        """Return the update by a token; see `Recurrence.update`."""
         x, step, b, _ = inputs
         step = functional.softplus(step + self.bias.to(step.dtype)).clamp(*self.limits).float().unsqueeze(-1)
         return Update((step * self.a.float().unsqueeze(-1)).exp(), x.float() * step, b.float())

@@ -143,6 +143,7 @@ def test_a_head_is_loaded_with_its_target(head):
     source = open_model(hub.target).head
     assert source is not None
     assert (source.path, source.config.revision, source.config.head) == ("org/head", "v1", None)
+    assert [part.path for part in open_model(hub.target).parts] == [hub.target.path, "org/head"]
 
 
 def test_the_bundled_head_is_of_the_bundled_target():

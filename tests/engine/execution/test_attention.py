@@ -66,7 +66,7 @@ def test_a_heads_states_are_read_at_parents_moved_with_keys_and_never_written_fo
     """Beside an fp8 cache, states keep the model's format."""
     fp8, states = torch.empty(0, dtype=torch.float8_e4m3fn), torch.empty(3, dtype=torch.bfloat16)
     kv = KVTensors(KVShape(2, 1, 8, 8), 4, BLOCK, fp8, KVShape(1, 2, 6, 6), states)
-    assert [tuple(cache.shape[-2:]) for cache in kv.of_head] == [(2, 6), (2, 6), (1, 3)]
+    assert [tuple(cache.shape[-2:]) for cache in kv.added] == [(2, 6), (2, 6), (1, 3)]
     paged = build([ForwardRow([1] * 5, 2, [2, 1], 1, [-1, 0, -1, 1]), ForwardRow([1], 0, [3], 1)], kv).paged
     paged.write_states(paged.slots.float()[:, None].expand(-1, 3))
     assert paged.read_states(of_parents=False)[:6, 0].tolist() == [10, 11, 4, 5, 6, 12]

@@ -28,7 +28,7 @@ def test_layers_of_one_size_share_a_tensor_where_that_is_asked_for(has_stacks, m
     shape = KVShape(4, *wide, (wide, narrow, wide, narrow))
     kv = KVTensors(shape, 3, BLOCK, torch.empty(0), KVShape(1, *wide))
     assert [tuple(keys.shape) for keys in kv.keys] == [(3, BLOCK, *size[:2]) for size in (*shape.each, wide)]
-    assert [tuple(cache.shape[0:1] + cache.shape[3:]) for cache in kv.of_head] == [(1, KV_HEADS, DIM)] * 2
+    assert [tuple(cache.shape[0:1] + cache.shape[3:]) for cache in kv.added] == [(1, KV_HEADS, DIM)] * 2
     storages = {cache.untyped_storage().data_ptr() for cache in (*kv.keys, *kv.values)}
     assert len(storages) == (6 if has_stacks else 10)
     for caches in (kv.keys, kv.values):

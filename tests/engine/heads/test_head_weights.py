@@ -8,7 +8,7 @@ import torch
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.heads.config import read_head_config
-from engine.heads.registry import HEADS, load_target
+from engine.heads.registry import HEADS, check_target, load_target
 from engine.models.causal_lm import Shard
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
@@ -104,12 +104,14 @@ def test_a_wrong_map_is_refused(load, maps, problem):
         load(head_settings(draft_vocab_size=len(IDS)), cut(**maps))
 
 
-def test_missing_unknown_and_misshapen_weights_are_refused_by_name(load):
+def test_missing_unknown_and_misshapen_weights_are_refused_by_name(load, target, tmp_path):
     tensors = head_tensors()
     with pytest.raises(
         ModelError, match=r"head has the unknown weights g_proj.weight, layers.0.self_attn.q_norm.weight"
     ):
         load(head_settings(), tensors | {f"{n}.weight": torch.ones(8) for n in ("g_proj", "layers.0.self_attn.q_norm")})
+    with pytest.raises(ModelError, match="head has the unknown weights"):
+        check_target(open_model(ModelConfig(target, head=str(tmp_path / "head"))))
     with pytest.raises(ModelError, match=r"head lacks the weights layers.0.hidden_norm.weight"):
         load(head_settings(), {name: tensor for name, tensor in tensors.items() if "hidden_norm" not in name})
     with pytest.raises(ModelError, match=r"lm_head.weight is \[60, 32\] .* gives \[64, 32\]"):

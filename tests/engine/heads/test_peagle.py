@@ -61,5 +61,5 @@ def test_a_text_with_the_masks_token_keeps_its_own_features(target_path):
     for value in (0.0, 1.0):
         backend.model.head.mask_hidden.fill_(value)
         written.append(computed(backend, [[5, MASK, 7, MASK, 9]])[0])
-    for one, other in zip(*(kv.of_head for kv in written), strict=True):
+    for one, other in zip(*(kv.added for kv in written), strict=True):
         assert torch.equal(one, other)

@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.heads.head import head_model
 from engine.heads.tapped import with_head
 from engine.models.layers.layer_attention import KVShape
+from tests.engine.heads.tiny_heads import backend_with_head, head_config
 from tests.engine.tiny import model_of, save
 from tests.families import tiny_config
 
@@ -71,3 +73,16 @@ def test_keys_and_values_are_kept_unless_a_drafter_elsewhere_keeps_them(keeps_kv
     head.keeps_kv = keeps_kv
     EagerBackend(with_head(model, head))
     assert bool(head.absorbed) == keeps_kv
+
+
+def test_a_model_knows_its_head_and_whether_it_is_one(target_path):
+    model = backend_with_head(target_path, head_config()).model
+    alone = head_model(model)
+    assert (model.is_part, alone.is_part, model.is_split, alone.is_split) == (False, True, False, True)
+    assert (model.attends_from, alone.attends_from, model_of(target_path).attends_from) == (1, 1, 0)
+    model.head.keeps_kv = False
+    assert model.is_split
+    other = backend_with_head(target_path, head_config()).model
+    model.replace_module(other.module)
+    alone.replace_module(other.head)
+    assert model.head is alone.head is other.head

@@ -21,7 +21,6 @@ def test_rounds_end_at_the_first_disagreement_and_a_cut_round_is_left_out() -> N
     assert acceptance.accepted_lengths(2) == [2, 1, 2]
     assert acceptance.per_position(2) == pytest.approx([1.0, 2 / 3])
     assert acceptance.mean_acceptance_length(2) == pytest.approx(2 + 2 / 3)
-    assert acceptance.rate() == pytest.approx(7 / 9)
     assert Acceptance([[2, 0, 2]], reach=2).accepted_lengths(2) == [2], "every place is followed by two tokens"
     assert Acceptance([]).mean_acceptance_length(4) == 1.0
 

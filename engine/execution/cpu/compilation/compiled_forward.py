@@ -214,7 +214,7 @@ class CompiledForward:
         return logits
 
     def check(self, batch: ForwardBatch, expected: Tensor, written: KVTensors) -> None:
-        """Raise CompileError if logits, drawn tokens or the numbers kept for a head differ from an eager pass."""
+        """Raise CompileError if logits, drawn tokens or what is added to the cache differ from an eager pass."""
         count = len(batch.logit_indices)
         keys = noise.keys(range(1, count), range(1, count), noise.TARGET_STREAM, torch.device("cpu"))
         draws = Draws(torch.linspace(0.5, 1.5, count).unsqueeze(-1), keys, torch.arange(count))
@@ -222,7 +222,7 @@ class CompiledForward:
         drawn = noise.scores(logits, draws.temperatures, draws.keys, draws.rows)
         if not (drawn - scores).abs().amax() < _NOISE_TOLERANCE or not torch.equal(tokens, scores.argmax(-1)):
             raise CompileError("the compiled pass draws tokens that do not follow from its logits and noise")
-        caches = zip(written.of_head, batch.paged.kv.of_head, strict=True)
+        caches = zip(written.added, batch.paged.kv.added, strict=True)
         # Padding goes to block 0.
         for eager, compiled in ((expected, logits), *((eager[:, 1:], compiled[:, 1:]) for eager, compiled in caches)):
             difference = float((eager - compiled).abs().amax() / eager.abs().amax().clamp_min(1.0))

@@ -16,7 +16,6 @@ import torch
 import transformers
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
-from transformers import PreTrainedConfig
 
 from engine.execution.batch import ForwardBatch
 from engine.execution.cpu.compilation.compiled_forward import CompileError, GumbelNoise, Step, arguments
@@ -24,7 +23,6 @@ from engine.execution.cpu.kernels import library as kernels
 from engine.execution.cpu.kernels import paged_attention, panel_linear
 from engine.execution.scratch import CACHE_VARIABLE as CACHE_VARIABLE
 from engine.execution.scratch import cache_folder
-from engine.heads.config import HeadConfig
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -55,16 +53,14 @@ _OPTIONS = {
 }
 
 
-def package_path(step: Step, config: PreTrainedConfig, head: HeadConfig | None = None) -> Path:
-    """Return the path of a model's package in the cache; `head` configures the head in it."""
-    settings = [_settings(config)]
-    if head is not None:
-        settings.append(vars(head) | {"layers": _settings(head.layers)})
+def package_path(step: Step, *configurations: Any) -> Path:
+    """Return the path of a model's package in the cache; see `CausalLM.configurations`."""
+    settings = [_settings(configuration) for configuration in configurations]
     tensors = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()]
     return _cached("package", json.dumps(settings, sort_keys=True, default=str), tensors).with_suffix(".pt2")
 
 
-def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+def _settings(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
 
 

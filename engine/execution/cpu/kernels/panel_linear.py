@@ -128,7 +128,7 @@ def pack_layers(module: nn.Module) -> int:
     Packing frees a layer's float32 weights, unless they are tied to an embedding.
     """
     packed: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
-    # Innermost first, so that the head, usually the largest layer, is packed when other layers have freed memory.
+    # Innermost first, so that the output layer, usually the largest, is packed when other layers have freed memory.
     for parent in reversed([parent for parent in module.modules() if type(parent) is not nn.Linear]):
         for name, child in list(parent.named_children()):
             if (layer := packed.get(child) or PanelLinear.pack(child)) is not None:

@@ -92,7 +92,7 @@ def drafted_by(target, laws, markov_laws=None, num_unread=1):
     head.shift = 1 - num_unread
     facts = {"num_unread": num_unread, "markov_head": markov, "target_ids": None, "drafts_blocks": True}
     module = SimpleNamespace(config=SimpleNamespace(max_draft_tokens=99, mask_token_id=0), **facts)
-    head.model = target.model = SimpleNamespace(module=module, head=module)
+    head.model = target.model = SimpleNamespace(module=module, drafts_blocks=True)
     target.beside = lambda part, kv: (head, kv)
     return target
 

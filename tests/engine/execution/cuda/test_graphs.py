@@ -93,7 +93,7 @@ def test_the_memory_plan_counts_what_graphs_keep(target_path):
     assert whole > len(every) * graphs_module._GRAPH_BYTES + partials
     first_layers_too = replace(engine, drafting="self", self_draft_layers=1)
     assert graph_bytes(first_layers_too, config, 8192, 1) == 2 * whole
-    assert graph_bytes(engine, config, 8192, 1, has_head=True) == 2 * whole
+    assert graph_bytes(engine, config, 8192, 1, num_models=2) == 2 * whole
     assert half == whole - partials // 2 + graphs_module._COMMUNICATION_BYTES
 
 

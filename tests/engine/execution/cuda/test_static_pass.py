@@ -172,7 +172,7 @@ def test_a_static_pass_keeps_for_a_head_what_an_eager_pass_keeps(config, of_targ
     static = static_pass(one, kv, shape)
     for rows in batches:
         assert_same(one, kv, other_kv, static, rows)
-        for cache, other in zip(kv.of_head, other_kv.of_head, strict=True):
+        for cache, other in zip(kv.added, other_kv.added, strict=True):
             if batches is not BLOCK_ROWS:  # in which padding writes keys that nobody reads
                 torch.testing.assert_close(cache[:, 1:], other[:, 1:], atol=2e-4, rtol=0)
 

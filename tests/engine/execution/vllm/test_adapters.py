@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from engine import LLM, SamplingParams
-from engine.errors import ConfigError, RequestError
+from engine.errors import ModelError, RequestError
 from tests.models import save_llama
 
 pytest.importorskip("vllm", reason="`make vllm` has it")
@@ -66,5 +66,5 @@ def test_an_adapter_writes_as_the_merged_target_beside_the_target_itself(tmp_pat
     assert texts(llm, "sql", None) == [*plain[1], *plain[0]], "cached prefixes are not shared"
     with pytest.raises(RequestError, match=r"adapter is 'other', the target has \['sql'\]"):
         texts(llm, "other")
-    with pytest.raises(ConfigError, match="lora_modules: sql is /nowhere, which has no"):
+    with pytest.raises(ModelError, match="lora_modules: sql is /nowhere, which has no"):
         LLM(target, "none", vllm={"lora_modules": {"sql": "/nowhere"}}, **settings)

@@ -113,7 +113,7 @@ def test_what_a_pass_writes_for_a_head_is_checked(of_target, target_path):
     for rows in samples():
         expected = one.logits(build(rows, eager_kv))
         CompiledForward.check(traced_step, build(rows, kv), expected, eager_kv)
-    for cache in eager_kv.of_head:
+    for cache in eager_kv.added:
         cache[0, 1, 4, 0, 0] += 1.0
         with pytest.raises(CompileError, match="differs from the eager one"):
             CompiledForward.check(traced_step, build(rows, kv), expected, eager_kv)

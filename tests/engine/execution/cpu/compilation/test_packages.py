@@ -28,8 +28,8 @@ def step(model):
     return Step(model.module)
 
 
-def paths(step, config, head=None):
-    return [packages.package_path(step, config, head), packages.noise_path(), packages.kernels_path()]
+def paths(step, config):
+    return [packages.package_path(step, config), packages.noise_path(), packages.kernels_path()]
 
 
 def test_a_package_belongs_to_shapes_and_configurations_whatever_the_weights_and_wherever_they_lie(

@@ -31,13 +31,21 @@ MIRRORED_ELSEWHERE = {
     "deployments/prompts/grammar_process.py": "tests/deployments/prompts/test_grammar_compiler.py",
     "engine/blocks/row_extras.py": "tests/engine/hybrids/test_state_slots.py and encoder_decoder/test_input_rows.py",
     "engine/drafting/model/draft_model.py": "a dataclass without behaviour",
+    "engine/drafting/model/token_drawer.py": "tests/engine/test_exactness.py, which checks every draft token",
+    "engine/drafting/run_ahead/chains.py": "tests/engine/drafting/run_ahead/test_run_ahead.py",
+    "engine/drafting/trees/levelwise.py": "tests/engine/drafting/trees/test_tree_drafter.py and test_sampled_tree.py",
+    "engine/drafting/trees/run_ahead_trees.py": "tests/engine/drafting/run_ahead/test_run_ahead.py",
+    "engine/encoder_decoder/inputs.py": "tests/engine/encoder_decoder/test_t5.py",
     "engine/execution/backend.py": "a protocol",
     "engine/execution/forward_row.py": "tests/engine/execution/test_batch.py",
     "engine/heads/head.py": "tests/engine/heads/test_eagle3.py and the other kinds' files",
     "engine/heads/registry.py": "the same",
+    "engine/hybrids/state_tensors.py": "tests/engine/hybrids/test_row_states.py and tests/engine/test_matrix.py",
     "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
     "engine/models/layers/layer_state.py": "tests/engine/models/layers/test_recurrences.py, and footprint and hybrids",
     "engine/rounds.py": "tests/engine/test_two_rounds.py",
+    "engine/stats/drafts.py": "tests/engine/test_scheduler.py and every test of accepted tokens",
+    "engine/stats/preparation.py": "tests/engine/drafting/run_ahead/test_passes.py",
 }
 """Modules without a test file of their own, and what tests them instead."""
 

@@ -73,7 +73,7 @@ def test_two_ranks_compute_the_whole_models_logits_with_one_sum_for_each_block(n
     left_out = ("inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else []))  # a view of the embeddings
     tensors = [*module.named_parameters(), *module.named_buffers()]
     loaded = sum(tensor.nbytes for name, tensor in tensors if not name.endswith(left_out))
-    assert planned(path, world_size=2) == pytest.approx(loaded, rel=0.002)
+    assert planned(path, world_size=2) == pytest.approx(loaded, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "GptOss", "Llama"])

@@ -59,6 +59,14 @@ def test_a_pass_that_a_proposal_interrupts_or_that_compiles_is_not_measured(is_i
     assert passes._pace._pass_s == pytest.approx(0.002)
 
 
+def test_there_is_time_only_for_a_pass_that_is_likely_to_fit():
+    passes = Passes(None)
+    assert passes.has_time
+    passes._pace.observe_answer()
+    passes._pace.observe_request(passes.now.now, is_late=False)
+    assert not passes.has_time
+
+
 @pytest.fixture
 def clock():
     return Clock(100.0)

@@ -30,7 +30,7 @@ from engine.models.source import ModelSource
 if TYPE_CHECKING:
     from engine.drafting.assembly import LoadedVerifier
     from engine.execution.backend import Backend
-    from engine.execution.vllm.verifier import VllmVerifier
+    from engine.execution.vllm.vllm_verifier import VllmVerifier
 
 logger = logging.getLogger(__name__)
 

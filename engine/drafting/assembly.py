@@ -23,7 +23,7 @@ from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
 if TYPE_CHECKING:
-    from engine.execution.vllm.verifier import VllmVerifier
+    from engine.execution.vllm.vllm_verifier import VllmVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def load_vllm(source: ModelSource, engine: EngineConfig, grammars: Grammars, wor
     set_environment(source.config)
     try:
         check_version()
-        from engine.execution.vllm.verifier import VllmVerifier
+        from engine.execution.vllm.vllm_verifier import VllmVerifier
 
         return VllmVerifier(source, engine, grammars, world)
     except ConfigError as error:

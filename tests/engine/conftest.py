@@ -80,7 +80,7 @@ def make_verifier(target_path, execution):
     """Makes the target's verifier: over a loaded backend, or over vLLM, which loads the same files."""
     if execution == "torch":
         return ModelVerifier
-    from engine.execution.vllm.verifier import VllmVerifier
+    from engine.execution.vllm.vllm_verifier import VllmVerifier
 
     source = source_of(target_path, execution="vllm")
     return lambda _model, config, grammars, _make_drafter: VllmVerifier(source, config, grammars, None)

@@ -118,7 +118,7 @@ def has_chains(cell):
 def pytest_generate_tests(metafunc):
     if "cell" in metafunc.fixturenames:
         is_tried = has_chains if metafunc.config.getoption("execution") == "vllm" else bool
-        metafunc.parametrize("cell", filter(is_tried, cells()), ids=str)
+        metafunc.parametrize("cell", [*filter(is_tried, cells())], ids=str)
 
 
 @pytest.fixture(scope="module")

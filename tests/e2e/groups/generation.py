@@ -24,7 +24,7 @@ ENGINE = EngineConfig(num_speculative_tokens=3, max_num_seqs=4, num_blocks=64)
 PROMPTS = [[5, 9, 2], [7] * 20, list(range(2, 40))]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
-    SamplingParams(temperature=0.7, seed=11, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=11, max_tokens=60, ignore_eos=True, prompt_logprobs=2),
     SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, seed=3, max_tokens=60, ignore_eos=True),
 ]
 

@@ -66,5 +66,7 @@ def test_an_adapter_writes_as_the_merged_target_beside_the_target_itself(tmp_pat
     assert texts(llm, "sql", None) == [*plain[1], *plain[0]], "cached prefixes are not shared"
     with pytest.raises(RequestError, match=r"adapter is 'other', the target has \['sql'\]"):
         texts(llm, "other")
+    with pytest.raises(RequestError, match="prompts' log probabilities are not computed where"):
+        llm.generate(PROMPTS, SamplingParams(prompt_logprobs=1), show_progress=False)
     with pytest.raises(ModelError, match="lora_modules: sql is /nowhere, which has no"):
         LLM(target, "none", vllm={"lora_modules": {"sql": "/nowhere"}}, **settings)

@@ -58,7 +58,7 @@ def test_an_empty_environment_gets_the_commands(wheel: Path, tmp_path: Path) -> 
         "version": "paceline ",
         "serve --help": "name=value",
         "load --help": "python -m paceline_load",
-        "evaluate --help": "measure a pair's acceptance",
+        "evaluate --help": "Measure a pair's acceptance",
     }.items():
         command = [programs / "paceline", *words.split()]
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout

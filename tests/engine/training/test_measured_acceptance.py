@@ -29,7 +29,7 @@ def test_padding_changes_no_continuation_and_a_target_accepts_everything_from_it
     model, tokenizer = load_model(target)
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     together = continue_prompts(model, prompts, 24, 0.7)
-    assert together.acceptance(model).rate() == 1.0
+    assert together.acceptance(model).per_position(1) == [1.0]
     for i, prompt in enumerate(prompts):
         alone = continue_prompts(model, [prompt], 24, 0.7, first_seed=i)
         assert torch.equal(alone.token_ids[0, -24:], together.token_ids[i, -24:])

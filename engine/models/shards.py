@@ -21,7 +21,7 @@ from engine.models.layers.experts import group_experts, pack_experts, slice_expe
 from engine.models.layers.linear_layers import has_state
 from engine.models.layers.packed_formats import FORMATS
 from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, linear_layers
-from engine.models.layers.reducer import register, sum_output, sum_over_ranks
+from engine.models.layers.reducer import Reducer, sum_output
 from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, assign, fill
@@ -55,15 +55,15 @@ _MORE: Mapping[str, Mapping[str, str]] = {  # what plans in transformers lack, b
 
 
 class _Summed(nn.Module):
-    """A layer over a slice of its inputs, summed over the ranks in float32; left partial if `reducer_key` is None."""
+    """A layer over a slice of its inputs, summed over the ranks in float32; left partial if `reducer` is None."""
 
-    reducer_key: int | None
+    reducer: Reducer | None
 
     def forward(self: Any, x: Tensor) -> Tensor:
         total: Tensor = self.partial(x)
-        if self.reducer_key is None:
+        if self.reducer is None:
             return total
-        total = sum_over_ranks(total, self.reducer_key).to(x.dtype)
+        total = self.reducer.sum(total).to(x.dtype)
         return total if self.bias is None else total + self.bias
 
 
@@ -72,7 +72,7 @@ class RowLinear(_Summed, nn.Linear):
 
     def quantized(self, *tensors: Any) -> QuantizedLinear:
         layer = QuantizedRowLinear(*tensors)
-        layer.reducer_key = self.reducer_key
+        layer.reducer = self.reducer
         return layer
 
     def partial(self, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def _sum_experts(module: nn.Module, shard: Shard, dtype: torch.dtype) -> None:
             shared and "Norm" not in kinds and "Layer" not in kinds and all(child.bias is None for child in shared)
         )
         for child in shared if is_summed else ():
-            child.reducer_key = None
+            child.reducer = None
         sum_output(block if is_summed else module.get_submodule(name), shard.reducer, dtype)
 
 
@@ -196,7 +196,7 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization
     sliced: Any = nn.Linear(whole.in_features, size, has_bias, like.device, like.dtype)
     if style == ROWS:
         sliced = RowLinear(size, whole.out_features, has_bias, like.device, like.dtype)
-        sliced.reducer_key = register(shard.reducer)
+        sliced.reducer = shard.reducer
     if style == _PACKED_COLUMNS:
         for parameter in sliced.parameters():
             parameter.packed_axis = 0

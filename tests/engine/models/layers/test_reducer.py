@@ -1,9 +1,9 @@
-"""The operators over ranks: the argmax of a vocabulary in slices, and sums that a compiler can trace."""
+"""What ranks do together: the argmax of a vocabulary in slices, and the sum of a row-wise layer."""
 
 import pytest
 import torch
 
-from engine.models.layers.reducer import best_over_ranks, register, sum_over_ranks
+from engine.models.layers.reducer import best_over_ranks
 from engine.models.shards import RowLinear
 from tests.engine.ranks import gloo_reducers, on_ranks
 
@@ -57,30 +57,12 @@ class Scaling:
         return partial * self.factor
 
 
-def test_layers_of_several_ranks_are_traced_whole_and_find_their_own_reducer():
-    traced = []
-
-    def count(graph, _inputs):
-        traced.append([node.target for node in graph.graph.nodes if "sum_over_ranks" in str(node.target)])
-        return graph
-
-    for factor in (2, 3):
-        layer, reducer = RowLinear(4, 3), Scaling(factor)
-        layer.reducer_key = register(reducer)
-        assert register(reducer) == layer.reducer_key
-        x = torch.randn(5, 4)
-        with torch.inference_mode():
-            total = torch.compile(layer, backend=count, fullgraph=True)(x)
-        torch.testing.assert_close(total, factor * (x @ layer.weight.T) + layer.bias)
-    assert [len(calls) for calls in traced] == [1] * len(traced)
-
-
 def test_a_row_linear_sums_in_float32_and_rounds_once_before_its_bias():
     layer = RowLinear(2, 1).to(torch.bfloat16)
-    layer.reducer_key = register(Scaling(1 + 2.0**-9))
+    layer.reducer = Scaling(1 + 2.0**-9)
     layer.weight.data[:], layer.bias.data[:] = torch.tensor([[0.5, 0.5]]), 2.0**-8
     x = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
     with torch.inference_mode():
         assert layer(x).dtype == torch.bfloat16
-        assert sum_over_ranks(layer.partial(x), layer.reducer_key).item() == 1 + 2.0**-9
+        assert layer.reducer.sum(layer.partial(x)).item() == 1 + 2.0**-9
         assert layer(x).item() == 1.0  # each addend is half of the last bit or less; their sum would not be

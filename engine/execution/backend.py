@@ -22,7 +22,7 @@ class PassOutput(NamedTuple):
     Attributes:
         logits: [n, vocab] float32, at the batch's `logit_indices`; may be empty if the batch does not need them.
         scores: [n, vocab] float32, logits over temperature plus noise; empty where `logits` is empty.
-        tokens: [n] int64, the argmax of the scores, over all ranks.
+        tokens: [n] int64, the argmax of the scores.
     """
 
     logits: Tensor

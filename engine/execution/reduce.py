@@ -35,14 +35,6 @@ class RankOrderReducer:
         total = self._all_gather(_add(slices.view(self.world_size, -1)))
         return total.flatten()[: partial.numel()].view(partial.shape)
 
-    def max(self, packed: Tensor) -> Tensor:
-        """Return the element-wise maximum; see `Reducer.max`."""
-        return self._all_gather(packed).amax(0)
-
-    def gather(self, part: Tensor) -> Tensor:
-        """Return all ranks' parts side by side; see `Reducer.gather`."""
-        return self._all_gather(part).movedim(0, 1).flatten(1)
-
     def close(self) -> None:
         """Leave the process group, if this process has joined it."""
         if dist.is_initialized():

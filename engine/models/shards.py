@@ -1,9 +1,8 @@
 """Tensor-parallel shards: reads one rank's slices of the weights, by transformers' plan for the model.
 
-Column-wise layers, including the output head, keep a slice of their outputs. Row-wise layers keep a slice of their
-inputs, and their results are summed over the ranks. Every rank holds embeddings and norms whole, and also attention if
-a norm over all heads follows its projections: that is a small part of the weights and needs no communication. Layers
-are plain linear layers, not DTensors.
+Column-wise layers keep a slice of their outputs. Row-wise layers keep a slice of their inputs, and their results are
+summed over the ranks. Every rank holds embeddings, norms and the output head whole, and also attention if a norm over
+all heads follows its projections. Layers are plain linear layers, not DTensors.
 """
 
 import fnmatch
@@ -26,7 +25,6 @@ from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, assign, fill
 
-_OUTPUT = "lm_head"
 _COLUMNS, ROWS, _EXPERTS = "colwise", "rowwise", "moe_tp_experts"
 _PACKED_COLUMNS, _PACKED_ROWS = "packed_colwise", "packed_rowwise"
 _WHOLE = {
@@ -124,11 +122,6 @@ def load_shard(
     names, ranks = FileNames(module), (shard.rank, shard.world_size)
     full = load_packed(source, module, names, dtype, device, *ranks) if saved in FORMATS else None
     fill(source, module, device, names, *ranks, rounded, full or ())
-    output = module.get_output_embeddings()  # type: ignore[operator]
-    if source.configuration.tie_word_embeddings and output.out_features % shard.world_size == 0:
-        for name, whole in list(output.named_parameters()):  # the weight's slice shares the memory of the embeddings
-            assign(output, [name], whole.tensor_split(shard.world_size)[shard.rank])
-        output.out_features //= shard.world_size
     return module
 
 
@@ -148,8 +141,6 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
         raise ModelError(f"{path} is saved quantised, gate and up in one tensor, which is not split over ranks")
     if not set(plan.values()) - _WHOLE:
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan leaves every layer whole")
-    if not config.tie_word_embeddings and text.vocab_size % world_size == 0:
-        plan[_OUTPUT] = _COLUMNS
     counts = {} if holds_attention_whole(text) else {text.num_attention_heads: "attention"}
     if counts and not getattr(text, "kv_lora_rank", None):
         counts |= {heads: "key/value" for heads, _, _ in kv_shape(config, 1).sizes}

@@ -87,7 +87,7 @@ class CudaBackend(EagerBackend):
         kv = batch.paged.kv
         assert isinstance(kv, GraphedKV)
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
-            return self.gathered(batch, output)
+            return output
         return super().run(batch, draws and draws.to(self.device))
 
     def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
@@ -103,7 +103,7 @@ class CudaBackend(EagerBackend):
         return None if kv.graphs is None else kv.graphs.draw_chain(chain)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Compute [n, vocab] float32 logits, or a rank's slice of them."""
+        """Compute [n, vocab] float32 logits."""
         groups = [part for group in batch.paged.groups for part in _parts_on(group, self.device)]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)

@@ -78,7 +78,7 @@ class Graphs:
         self._recorder = recorder
         self._recorded: dict[Shape | ChainShape, tuple[StaticPass, Callable[[], None]]] = {}
         self._width, self._lengths = width, lengths_of(shapes)
-        size = (max(shape.tokens for shape in shapes), len(model.vocab_slice))
+        size = (max(shape.tokens for shape in shapes), model.info.vocab_size)
         self._outputs = Outputs(
             torch.empty(size, device=model.device), torch.empty(size[0], dtype=torch.int64, device=model.device)
         )

@@ -50,7 +50,7 @@ def prefilled(backend, seed):
 
 
 def static_pass(backend, kv, shape, width=12):
-    vocab = len(backend.model.vocab_slice)
+    vocab = backend.model.info.vocab_size
     outputs = Outputs(torch.empty(64, vocab), torch.empty(64, dtype=torch.int64))
     return StaticPass(backend.model, kv, width, shape, outputs)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from engine.config import CompileProgress, ModelInfo
 from engine.execution.batch import ForwardBatch
 from engine.execution.kv_tensors import KVTensors
-from engine.models.causal_lm import CausalLM
-from engine.models.layers.reducer import Reducer
+from engine.models.causal_lm import CausalLM, Reducer
 from engine.sampling.noise import Draws
 from engine.sampling.row_shaping import RowShaping
 

@@ -22,17 +22,17 @@ ONE_SHOT_BYTES = 1 << 20
 class RankOrderReducer:
     """Combines through a process group: gloo on CPUs, NCCL on GPUs."""
 
-    def __init__(self, rank: int, world_size: int, group: Any) -> None:
-        self.rank, self.world_size, self._group = rank, world_size, group
+    def __init__(self, group: Any) -> None:
+        self._group, self._world_size = group, group.size()
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum in rank order; see `Reducer.sum`."""
         if partial.nbytes <= ONE_SHOT_BYTES:
             return _add(self._all_gather(partial))
-        flat = F.pad(partial.flatten(), (0, -partial.numel() % self.world_size))
+        flat = F.pad(partial.flatten(), (0, -partial.numel() % self._world_size))
         slices = torch.empty_like(flat)
         self._group.alltoall_base(slices, flat, [], []).wait()
-        total = self._all_gather(_add(slices.view(self.world_size, -1)))
+        total = self._all_gather(_add(slices.view(self._world_size, -1)))
         return total.flatten()[: partial.numel()].view(partial.shape)
 
     def close(self) -> None:
@@ -41,10 +41,10 @@ class RankOrderReducer:
             dist.destroy_process_group()
 
     def _all_gather(self, part: Tensor) -> Tensor:
-        parts = part.new_empty(self.world_size * part.numel())
+        parts = part.new_empty(self._world_size * part.numel())
         # The group's methods keep their names; torch's functions do not.
         self._group._allgather_base(parts, part.flatten()).wait()
-        return parts.view(self.world_size, *part.shape)
+        return parts.view(self._world_size, *part.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class World:
 
     def shard(self) -> Shard:
         """Return the rank's part of a model, with the reducer of the world."""
-        return Shard(self.rank, self.size, RankOrderReducer(self.rank, self.size, dist.group.WORLD))
+        return Shard(self.rank, self.size, RankOrderReducer(dist.group.WORLD))
 
 
 def _add(parts: Tensor) -> Tensor:

@@ -21,14 +21,25 @@ from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContex
 from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
 from engine.models.layers.mixed_layers import num_shared, why_mixed
-from engine.models.layers.reducer import Reducer
 
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers does not list it
 
 
+class Reducer(Protocol):
+    """Sums over all ranks. Every rank makes the same calls in the same order and gets the same bits."""
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Return a new tensor, the sum in rank order."""
+        ...
+
+    def close(self) -> None:
+        """Leave the ranks' communicator."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of a tensor-parallel model, with the reducer that combines the ranks' results."""
+    """One rank of a tensor-parallel model, with the reducer that sums the ranks' results."""
 
     rank: int
     world_size: int

@@ -16,8 +16,9 @@ _TIMEOUT = timedelta(seconds=60)
 class CountingReducer(RankOrderReducer):
     """Notes the shapes of its sums."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self.rank = group.rank()
         self.sums: list[tuple[int, ...]] = []
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
@@ -33,7 +34,7 @@ def gloo_reducers(world_size: int) -> list[Any]:
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = _TIMEOUT
         group: Any = ProcessGroupGloo(store, rank, world_size, options)
-        return CountingReducer(rank, world_size, group)
+        return CountingReducer(group)
 
     return on_ranks(join, range(world_size))
 
@@ -46,8 +47,6 @@ def on_ranks(work: Callable[[Any], Any], ranks: Sequence[Any]) -> list[Any]:
 
 class AbsentOthers:
     """The reducer of a rank of two that is tried without the other: what it would add is 0."""
-
-    rank, world_size = 0, 2
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         return partial.clone()

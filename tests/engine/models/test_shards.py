@@ -7,6 +7,7 @@ import transformers
 from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.models.causal_lm import Shard
+from engine.models.shards import RowLinear
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
 from engine.verification.verifier import ModelVerifier
@@ -118,3 +119,25 @@ def test_styles_that_are_not_supported_are_refused(tmp_path, monkeypatch):
     save_family("llama", tmp_path)
     with pytest.raises(ModelError, match="tensor parallel plan needs"):
         backend_of(tmp_path, Shard(0, 2, AbsentOthers()))
+
+
+class Scaling:
+    """Stands for a world: its sum is a multiple."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def sum(self, partial):
+        assert partial.dtype == torch.float32
+        return partial * self.factor
+
+
+def test_a_row_linear_sums_in_float32_and_rounds_once_before_its_bias():
+    layer = RowLinear(2, 1).to(torch.bfloat16)
+    layer.reducer = Scaling(1 + 2.0**-9)
+    layer.weight.data[:], layer.bias.data[:] = torch.tensor([[0.5, 0.5]]), 2.0**-8
+    x = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert layer(x).dtype == torch.bfloat16
+        assert layer.reducer.sum((x @ layer.weight.T).float()).item() == 1 + 2.0**-9
+        assert layer(x).item() == 1.0  # each addend is half of the last bit or less; their sum would not be

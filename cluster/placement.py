@@ -38,7 +38,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 _ITS_GPU: dict[str, str] = {}
 """Ray shows an actor its own GPUs only."""
 _ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""Symmetric memory needs a different GPU index in each rank, so every rank sees all GPUs."""
+"""vLLM chooses a rank's GPU by its index, and ranks reach each other's memory, so every rank sees all GPUs."""
 
 
 class PlacementError(TargetError):

@@ -10,8 +10,7 @@ from torch import Tensor
 from engine.config import CompileProgress, ModelInfo
 from engine.execution.batch import ForwardBatch
 from engine.execution.kv_tensors import KVTensors
-from engine.models.causal_lm import CausalLM
-from engine.models.layers.reducer import Reducer
+from engine.models.causal_lm import CausalLM, Reducer
 from engine.sampling.noise import Draws
 from engine.sampling.row_shaping import RowShaping
 
@@ -22,7 +21,7 @@ class PassOutput(NamedTuple):
     Attributes:
         logits: [n, vocab] float32, at the batch's `logit_indices`; may be empty if the batch does not need them.
         scores: [n, vocab] float32, logits over temperature plus noise; empty where `logits` is empty.
-        tokens: [n] int64, the argmax of the scores, over all ranks.
+        tokens: [n] int64, the argmax of the scores.
     """
 
     logits: Tensor

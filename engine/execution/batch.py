@@ -31,8 +31,7 @@ class ForwardBatch:
         token_ids: [tokens] int64; may be empty.
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
         added: what the kind of cache adds to the pass; see `PassExtras`.
-        needs_logits: whether the caller reads logits or scores; if not, a backend may return only tokens, and ranks
-            need not gather their slices of the vocabulary. It must be equal on all ranks.
+        needs_logits: whether the caller reads logits or scores; if not, a backend may return only tokens.
     """
 
     token_ids: Tensor

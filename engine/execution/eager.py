@@ -39,17 +39,8 @@ class EagerBackend:
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
         """Compute a batch; see `Backend.run`."""
         logits = self.logits(batch)
-        scores = logits if draws is None else noise.noised_logits(logits, draws, self.model.vocab_slice.start)
-        return self.gathered(batch, PassOutput(logits, scores, self.model.best_ids(scores)))
-
-    def gathered(self, batch: ForwardBatch, output: PassOutput) -> PassOutput:
-        """Gather the whole vocabulary's logits and scores, if the batch needs them."""
-        reducer = self.model.vocab_reducer
-        if reducer is None or not batch.needs_logits:
-            return output
-        logits = reducer.gather(output.logits)
-        scores = logits if output.scores is output.logits else reducer.gather(output.scores)
-        return PassOutput(logits, scores, output.tokens)
+        scores = logits if draws is None else noise.noised_logits(logits, draws)
+        return PassOutput(logits, scores, scores.argmax(-1))
 
     def draw_chain(self, _chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
         """Do nothing: eager passes are launched one by one."""
@@ -109,7 +100,7 @@ class EagerBackend:
             self.reducer.close()
 
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Compute [n, vocab] float32 logits, or a rank's slice of them."""
+        """Compute [n, vocab] float32 logits."""
         return self.model.forward(batch).float()
 
     @torch.inference_mode()

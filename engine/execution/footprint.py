@@ -33,7 +33,7 @@ def footprint(
 ) -> Footprint:
     """Return a model's footprint on each rank, without loading it; raise ModelError if it cannot be served."""
     configuration = source.loaded_configuration
-    check_quantization(source, world_size)
+    check_quantization(source)
     weight_bytes = _weight_bytes(source, dtype, bytes_per_weight, world_size)
     longest, cache_dtype = source.kind.context_length(configuration), kv_dtype(source.config)
     needs = of_weights(
@@ -111,33 +111,28 @@ def of_weights(
 
 def _weight_bytes(source: ModelSource, dtype: torch.dtype, bytes_per_weight: int, world_size: int) -> int:
     quantization, saved = source.config.quantization, source.saved_format
+    plan = plan_of(source, world_size) if world_size > 1 else {}
     if source.config.head_only or saved == "gguf":
         return sum(p.numel() for p in skeleton_of(source, dtype).parameters()) * bytes_per_weight
-    plan = plan_of(source, world_size) if world_size > 1 else {}
     if saved in FORMATS:
-        return _packed_bytes(source, copy.deepcopy(skeleton_of(source, dtype)), plan, bytes_per_weight, world_size)
-    module = skeleton_of(source, dtype) if world_size > 1 or quantization != "none" else None
+        return _packed_bytes(source, copy.deepcopy(skeleton_of(source, dtype)), bytes_per_weight)
+    module = skeleton_of(source, dtype) if plan or quantization != "none" else None
     names, quantized = FileNames(module) if module is not None else None, dict[str, int]()
     for path, linear in linear_layers(module).items() if module is not None and quantization != "none" else ():
-        style = style_of(plan, path)
-        by_rows = world_size if style == ROWS else 1
-        sizes = linear.out_features // (world_size // by_rows if style else 1), linear.in_features // by_rows
         if not path.endswith(EXPANDING):
-            quantized[f"{path}.weight"] = layer_bytes(quantization, *sizes)
+            quantized[f"{path}.weight"] = layer_bytes(quantization, linear.out_features, linear.in_features)
     total = 0
     for key, weight in mapped_tensors(source):
         name = names.parameter(key) if names else key
         layer, _, parameter = name.rpartition(".")
         style = style_of(plan, layer) or style_of(plan, name)
-        is_whole = style is None or (style == ROWS and parameter == "bias") or parameter == "down_proj_bias"
+        is_whole = style is None or (style == ROWS and parameter == "bias")
         size = weight.numel() * (weight.element_size() if weight.dtype in PACKED else bytes_per_weight)
         total += quantized.get(name, size if is_whole else size // world_size)
     return total
 
 
-def _packed_bytes(
-    source: ModelSource, module: nn.Module, plan: dict[str, str], bytes_per_weight: int, world_size: int
-) -> int:
+def _packed_bytes(source: ModelSource, module: nn.Module, bytes_per_weight: int) -> int:
     load_packed(source, module, FileNames(module), torch.float32, torch.device("meta"))
     for name, child in list(module.named_modules()):
         if name.endswith(EXPANDING):
@@ -147,8 +142,6 @@ def _packed_bytes(
     total = 0
     for name, tensor in [*module.named_parameters(), *buffers]:
         layer, _, parameter = name.rpartition(".")
-        style = style_of(plan, layer)
-        is_whole = style is None or (style == ROWS and (tensor.dim() == 1 or tensor.shape[1] == 1))
-        size = tensor.nbytes if layer in layers and parameter != "bias" else tensor.numel() * bytes_per_weight
-        total += size if is_whole else size // world_size
+        is_packed = layer in layers and parameter != "bias"
+        total += tensor.nbytes if is_packed else tensor.numel() * bytes_per_weight
     return total

@@ -67,10 +67,10 @@ def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) ->
         return Survey(name, num_free, footprint_with_vllm(source, engine, dtype=dtype, world_size=world_size))
     needs = footprint(source, engine, dtype=dtype, bytes_per_weight=weight_bytes, world_size=world_size)
     is_compiled = source.config.compile != "off" and source.kind.model_class.why_eager(source.configuration) is None
-    if device.type != "cpu" and is_compiled:
+    if device.type != "cpu" and is_compiled and world_size == 1:
         from engine.execution.cuda.graphs import graph_bytes
 
-        sizes = (source.configuration, needs.max_model_len, world_size)
-        num_bytes = graph_bytes(engine, *sizes, num_models=len(source.parts))
+        num_models = len(source.parts)
+        num_bytes = graph_bytes(engine, source.configuration, needs.max_model_len, num_models=num_models)
         needs = replace(needs, workspace_bytes=needs.workspace_bytes + num_bytes)
     return Survey(name, num_free, needs)

@@ -109,13 +109,11 @@ def head_model(model: CausalLM) -> CausalLM:
     """Return the head that is loaded with a model, as a model over the same cache."""
     head = getattr(model.module, "head", None)
     assert isinstance(head, Head), "no head is loaded"
-    is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
-    # Each rank holds the whole head, except for its slice of an output head that the target shares.
-    return replace(without_target(model, head), shard=model.shard if is_shared else None)
+    return without_target(model, head)
 
 
 def without_target(model: CausalLM, head: Head, **facts: Any) -> CausalLM:
-    """Return a head as a model by itself; `facts` are fields of its `ModelInfo` that differ from the target's."""
+    """Return a head as a model by itself, whole on every rank; `facts` are fields of its info unlike the target's."""
     num_parameters = sum(parameter.numel() for parameter in head.parameters())
     info = replace(model.info, num_parameters=num_parameters, state_chunk=0, **facts)
-    return replace(model, module=head, head=head, info=info, state_shapes=())
+    return replace(model, module=head, head=head, info=info, shard=None, state_shapes=())

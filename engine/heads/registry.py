@@ -11,7 +11,7 @@ from transformers.modeling_utils import local_torch_dtype
 from engine.heads.config import read_head_config
 from engine.heads.dflash import DFlashHead
 from engine.heads.eagle3 import Eagle3Head
-from engine.heads.head import Head, head_model, without_target
+from engine.heads.head import Head, without_target
 from engine.heads.head_weights import fill_head
 from engine.heads.mtp import MtpHead
 from engine.heads.peagle import PEagleHead
@@ -45,10 +45,7 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     cache_latents(head)
     if source.config.head_only:
         return without_target(model, head, name=source.head.path)
-    model = with_head(model, head)
-    # A head that shares the output head of a rank's target has that rank's slice of the vocabulary.
-    head.num_tokens = max(0, head.num_tokens - head_model(model).vocab_slice.start)
-    return model
+    return with_head(model, head)
 
 
 def check_target(source: ModelSource) -> None:

@@ -21,14 +21,25 @@ from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContex
 from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
 from engine.models.layers.mixed_layers import num_shared, why_mixed
-from engine.models.layers.reducer import Reducer, best_over_ranks
 
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers does not list it
 
 
+class Reducer(Protocol):
+    """Sums over all ranks. Every rank makes the same calls in the same order and gets the same bits."""
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Return a new tensor, the sum in rank order."""
+        ...
+
+    def close(self) -> None:
+        """Leave the ranks' communicator."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of a tensor-parallel model, with the reducer that combines the ranks' results."""
+    """One rank of a tensor-parallel model, with the reducer that sums the ranks' results."""
 
     rank: int
     world_size: int
@@ -146,31 +157,6 @@ class CausalLM:
         """The number of layers with a slot per request in the cache; see `PassExtras`."""
         return len(self.state_shapes)
 
-    @property
-    def vocab_slice(self) -> range:
-        """The token ids whose logits this rank computes."""
-        width = size = self.info.vocab_size
-        if self.shard is not None:
-            width = self.module.get_output_embeddings().out_features  # type: ignore[operator]
-        first = self.shard.rank * width if self.shard is not None and width < size else 0
-        return range(first, first + width)
-
-    @property
-    def vocab_reducer(self) -> Reducer | None:
-        """The reducer, if each rank holds a slice of the vocabulary; None if every rank computes all logits."""
-        is_sliced = len(self.vocab_slice) < self.info.vocab_size
-        return self.shard.reducer if self.shard is not None and is_sliced else None
-
-    def best_ids(self, scores: Tensor) -> Tensor:
-        """Return the token with the highest score of each row, [n] int64; scores: [n, len(vocab_slice)] float32."""
-        ids = scores.argmax(-1)
-        best = scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        return self.best_of_ranks(best, ids + self.vocab_slice.start)
-
-    def best_of_ranks(self, scores: Tensor, ids: Tensor) -> Tensor:
-        """Return each row's best token over all ranks, [n] int64, given the best [n] scores and ids of this rank."""
-        return ids if (reducer := self.vocab_reducer) is None else best_over_ranks(scores, ids, reducer)
-
     def replace_module(self, module: Any) -> None:
         """Hold another module that computes the same, and its head."""
         if self.head is not None:
@@ -178,7 +164,7 @@ class CausalLM:
         self.module = module
 
     def forward(self, batch: Any) -> Tensor:
-        """Compute a `ForwardBatch`; return [n, len(vocab_slice)] logits in the model's number format."""
+        """Compute a `ForwardBatch`; return [n, vocab] logits in the model's number format."""
         return forward(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged)
 
 

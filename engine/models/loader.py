@@ -35,14 +35,14 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     device = resolve_device(source.config.device)
     dtype = resolve_dtype(source.config.dtype, device)
     configuration = source.loaded_configuration
-    check_quantization(source, shard.world_size if shard else 1)
+    check_quantization(source)
     has_torchao = source.config.quantization != "none" or source.saved_format == "torchao"
     module = skeleton_of(source, dtype)
     source.skeleton = None
     if shard is None or shard.world_size == 1:
         module = load_whole(source, module, dtype, device)
     else:
-        module = load_shard(source, module, shard, dtype, device)
+        module = load_shard(source, module, shard, device)
     module.eval().requires_grad_(False)
     num_parameters = num_weights(module)
     if has_torchao:
@@ -66,7 +66,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
 @names_model
 def check_module(source: ModelSource) -> nn.Module:
     """Return the model on the meta device; raise ModelError if its files' headers show that it cannot be loaded."""
-    check_quantization(source, 1)
+    check_quantization(source)
     return load_whole(source, skeleton_of(source, torch.float32), torch.float32, torch.device("meta"))
 
 

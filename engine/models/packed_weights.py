@@ -8,7 +8,6 @@ import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from engine.errors import ModelError
 from engine.models.layers.packed_formats import FORMATS, PackedFormat, unpacked
 from engine.models.layers.quantization import QuantizedLinear, torchao_settings
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames, assign, mapped_tensors, read, upload_to, window_of
+from engine.models.weights import FileNames, assign, mapped_tensors, read, upload_to
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ _OTHERS = {"gguf": ["gguf", "accelerate"], "mxfp4": [], "torchao": ["torchao"]}
 """Other formats that are served, and the packages that load them on a CPU."""
 
 
-def check_quantization(source: ModelSource, world_size: int) -> None:
+def check_quantization(source: ModelSource) -> None:
     """Raise ModelError, naming the missing requirement, if the quantisation cannot be served."""
     config, saved, name = source.config, source.saved_format, source.config.quantization
     if saved is not None and name != "none":
@@ -57,8 +56,6 @@ def check_quantization(source: ModelSource, world_size: int) -> None:
             f"{config.path}: {saved or name} needs the package {' and '.join(missing)}, which is not installed; "
             "`pip install 'paceline[quantization]'` installs it"
         )
-    if saved in _OTHERS and saved != "mxfp4" and world_size > 1:
-        raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
 
 
 def loading_arguments(source: ModelSource, model_config: PreTrainedConfig) -> dict[str, Any]:
@@ -74,13 +71,12 @@ def loading_arguments(source: ModelSource, model_config: PreTrainedConfig) -> di
 
 
 def load_packed(
-    source: ModelSource, module: nn.Module, names: FileNames, dtype: torch.dtype, device: torch.device,
-    rank: int = 0, world_size: int = 1,
-) -> set[str] | None:  # fmt: skip
+    source: ModelSource, module: nn.Module, names: FileNames, dtype: torch.dtype, device: torch.device
+) -> set[str] | None:
     """Replace the packed layers of a model on the meta device; return the names of weights that became floats.
 
     Returns None if transformers must load the format instead. With a meta `device`, layers have shapes only. Raises
-    ModelError if transformers cannot load it either, or a layer does not fit the model or the ranks.
+    ModelError if transformers cannot load it either, or a layer does not fit the model.
     """
     saved, settings = str(source.saved_format), source.configuration.quantization_config
     stored, modules = dict(mapped_tensors(source)), dict(module.named_modules())
@@ -97,7 +93,7 @@ def load_packed(
             layers[key] = layer, form
         is_unknown = not is_part and (kind in kinds or tensor.dtype in PACKED) and name.rpartition(".")[0] in modules
         if is_unknown or (name in parameters and not names.part(target, parameters[name]).numel()):
-            if world_size > 1 or saved in ("awq", "gptq"):
+            if saved in ("awq", "gptq"):
                 raise ModelError(f"{source.path}: {key} is of no layout of {saved} that is served")
             return None
     output = module.get_output_embeddings()  # type: ignore[operator]
@@ -113,20 +109,22 @@ def load_packed(
         whole = unpacked(f"{source.path}: {layer}", form, pending.pop(layer), settings)
         path = (name := names.parameter(f"{layer}.weight")).removesuffix(".weight")
         part, linear = names.part(f"{layer}.weight", parameters[name]), modules.get(path)
-        of_rank = partial(_own, f"{source.path}: {layer}", part, rank, world_size)
         if isinstance(whole, QuantizedLinear):
             if isinstance(linear, nn.Linear) and linear is not output and (linear.bias is None or "bias" in parts):
-                bias = None if linear.bias is None else of_rank(parts["bias"].to(dtype).unsqueeze(1)).flatten()
-                zeros = None if whole.zeros is None else of_rank(whole.zeros, whole.in_features)
-                values, scales = (of_rank(tensor, whole.in_features) for tensor in (whole.values, whole.scales))
-                module.set_submodule(path, getattr(linear, "quantized", QuantizedLinear)(values, scales, bias, zeros))
+                _check_shape(f"{source.path}: {layer}", (whole.out_features, whole.in_features), part)
+                bias = None
+                if linear.bias is not None:
+                    bias = parts["bias"].to(dtype)
+                    _check_shape(f"{source.path}: {layer}.bias", bias.shape, linear.bias)
+                module.set_submodule(path, QuantizedLinear(whole.values, whole.scales, bias, whole.zeros))
                 continue
             whole = whole.weight_as(torch.float32)
+        _check_shape(f"{source.path}: {layer}", whole.shape, part)
         if name not in floats:
             tied = [tied_name for tied_name, tensor in parameters.items() if tensor is parameters[name]]
             floats |= dict.fromkeys(tied, torch.empty_like(parameters[name], device=device))
             assign(module, tied, floats[name])
-        names.part(f"{layer}.weight", floats[name]).copy_(of_rank(whole, whole.shape[1]))
+        names.part(f"{layer}.weight", floats[name]).copy_(whole)
     if floats:
         message = "%s: no product of ours reads %d of the packed weights, which become floats: %s"
         logger.info(message, source.path, len(floats), ", ".join(sorted(floats)[:3]))
@@ -138,14 +136,6 @@ def _is_stored(stored: dict[str, Tensor], layer: str, form: PackedFormat) -> boo
     return weight is not None and weight.dtype in PACKED[1:] and f"{layer}.{form.scales}" in stored
 
 
-def _own(name: str, part: Tensor, rank: int, world_size: int, tensor: Tensor, num_inputs: int = 1) -> Tensor:
-    """Return a rank's part of a layer's [out, n]; a column is for equally many inputs as any other, or for all."""
-    columns, remainder = divmod(tensor.shape[1] * part.shape[1], num_inputs)
-    if remainder and tensor.shape[1] > 1:
-        group = num_inputs // tensor.shape[1]
-        raise ModelError(f"{name} has {part.shape[1]} inputs on a rank, not a multiple of its groups of {group}")
-    shape = torch.Size([len(part), 1 if tensor.shape[1] == 1 else columns])
-    window = tensor[window_of(tensor.shape, shape, rank, world_size)]
-    if window.shape != shape:
-        raise ModelError(f"{name} has {[*tensor.shape]} numbers, not {[*shape]} on each of {world_size} ranks")
-    return window.contiguous()
+def _check_shape(name: str, shape: Sequence[int], expected: Tensor) -> None:
+    if tuple(shape) != tuple(expected.shape):
+        raise ModelError(f"{name} is {[*shape]}, and its config.json gives {[*expected.shape]}; download both again")

@@ -47,8 +47,6 @@ TEXT_PART = {r"^language_model\.(lm_head|model)\.": r"\1.", r"^model\.(?:languag
 
 WindowOf = Callable[[str, Tensor], Tensor]
 """Returns the window that is needed of a whole tensor, given its name."""
-OnTensor = Callable[[str, Tensor, Tensor], Tensor | None]
-"""Takes a tensor's name, the mapped whole and its window on the device; returns what the module shall hold, or None."""
 Upload = Callable[[Tensor, Tensor], Callable[[], None]]
 """Starts to copy a pinned tensor to a tensor on the device; returns a function that waits for the copy."""
 
@@ -60,7 +58,6 @@ def fill(
     names: "FileNames | None" = None,
     rank: int = 0,
     world_size: int = 1,
-    on_tensor: OnTensor = lambda name, whole, window: window,
     full: Collection[str] = (),
 ) -> None:
     """Fill an empty model from files; raise ModelError for missing or misshapen weights.
@@ -68,7 +65,6 @@ def fill(
     Args:
         names: where tensors of the files belong; None if they have the parameters' names.
         rank, world_size: the window to read where a parameter is smaller than the tensor in a file.
-        on_tensor: changes tensors as they are read, or keeps them from the module.
         full: parameters that are filled already.
     """
     if isinstance(module, PreTrainedModel):
@@ -96,15 +92,13 @@ def fill(
             window = window.flatten(axis, axis + 1)
         _check(source, key, whole, window, part)
         num_missing[id(tensors[name])] -= part.numel()
-        if (kept := on_tensor(name, whole, window)) is None:
-            continue
         if names is not None and part.numel() < tensors[name].numel():
             if name not in stacks:
                 stacks[name] = torch.empty_like(tensors[name], device=device)
                 assign(module, [name], stacks[name])
-            names.part(key, stacks[name]).copy_(kept)
+            names.part(key, stacks[name]).copy_(window)
         else:
-            assign(module, tied[id(tensors[name])], kept)
+            assign(module, tied[id(tensors[name])], window)
     _check_missing(source, tensors, num_missing)
 
 
@@ -118,13 +112,10 @@ class FileNames:
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._parameters = module.state_dict().keys()
         self._renamed = functools.cache(self._find)  # loading asks several times
-        owners = [child for child in module.modules() if hasattr(child, "own_experts")]
-        self._own: range | None = owners[0].own_experts if owners else None  # type: ignore[assignment]
 
     def parameter(self, name: str) -> str:
-        """Return the parameter that a tensor belongs to; "" for an expert of another rank."""
-        expert = _EXPERT.search(name)
-        return "" if expert and self._own and int(expert[1]) not in self._own else self._renamed(name)[0]
+        """Return the parameter that a tensor belongs to."""
+        return self._renamed(name)[0]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return a tensor's part of its parameter; empty if the tensor must be converted."""
@@ -135,8 +126,8 @@ class FileNames:
         expert = _EXPERT.search(name)
         if expert is None or not {type(step) for step in converter.operations} <= {MergeModulelist, Concatenate}:
             return whole.new_empty(0)
-        patterns, index = converter.source_patterns, int(expert[1]) - (self._own.start if self._own else 0)
-        return whole[index].chunk(len(patterns))[patterns.index(pattern)]
+        patterns = converter.source_patterns
+        return whole[int(expert[1])].chunk(len(patterns))[patterns.index(pattern)]
 
     def _find(self, name: str) -> tuple[str, str | None]:
         renamed, pattern = rename_source_key(name, self._renamings, self._converters)

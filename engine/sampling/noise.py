@@ -74,11 +74,11 @@ def plain_gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
 
 
-def noised_logits(logits: Tensor, draws: Draws, first_id: int = 0) -> Tensor:
-    """Return logits / temperature + noise, [n, vocab], or for a slice of the vocabulary that starts at `first_id`."""
+def noised_logits(logits: Tensor, draws: Draws) -> Tensor:
+    """Return logits / temperature + noise, [n, vocab]."""
     if not len(draws.keys):
         return logits  # all greedy
-    return scores(logits, draws.temperatures, draws.keys, draws.rows, gumbel, first_id)
+    return scores(logits, draws.temperatures, draws.keys, draws.rows, gumbel)
 
 
 def scores(
@@ -87,10 +87,9 @@ def scores(
     keys: Tensor,
     rows: Tensor,
     noise_of: Callable[[Tensor, Tensor], Tensor] = plain_gumbel,
-    first_id: int = 0,
 ) -> Tensor:
     """Return what `noised_logits` does, from tensors alone and without branches, for tracing."""
-    token_ids = torch.arange(first_id, first_id + logits.shape[-1], dtype=torch.int32, device=logits.device)
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     no_noise = torch.zeros_like(logits[:1])
     return logits / temperatures + torch.cat([no_noise, noise_of(keys, token_ids)])[rows]
 

@@ -11,8 +11,8 @@ from engine.config import ModelInfo
 from engine.execution.backend import Part, PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.execution.kv_tensors import KVTensors
+from engine.models.causal_lm import Reducer
 from engine.models.layers.layer_attention import AttentionParams, KVShape
-from engine.models.layers.reducer import Reducer
 from engine.sampling import noise
 
 

@@ -24,7 +24,6 @@ import transformers
 from tests.gpu.kernels import kernels, noise_bits
 from tests.gpu.memory import default_pair
 from tests.gpu.passes import bandwidth, chains, passes
-from tests.gpu.ranks import ranks
 from tests.gpu.texts import equal_texts, flips
 
 Reading = dict[str, Any]
@@ -43,7 +42,6 @@ STAGES: dict[str, tuple[int, Callable[[str, bool], Iterator[Reading]]]] = {
         lambda device, dry: chains(device, "tiny", context=64, ks=(2,)) if dry else chains(device, "1b"),
     ),
     "served": (300, lambda device, dry: served_rounds(device, dry=dry)),
-    "ranks": (200, lambda device, _: ranks(device)),
     "memory": (
         150,
         lambda device, dry: default_pair(

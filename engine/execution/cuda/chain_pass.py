@@ -112,7 +112,7 @@ class ChainPass(StaticPass):
             numbers, ids, biases, counts = (self._device[name].view(len(logits), -1) for name in RowShaping._fields)
             rows = RowShaping(numbers.view(torch.float32), ids, biases.view(torch.float32), counts)
             logits, temperatures = shaped(logits, rows, self._counts, step), torch.ones_like(temperatures)
-        tokens, _ = draw_kernel.draw(logits, temperatures, keys, is_drawn)
+        tokens = draw_kernel.draw(logits, temperatures, keys, is_drawn)
         self._tokens[step].copy_(tokens)
         if self.chain_shape.is_shaped:
             self._counts.scatter_add_(1, tokens.unsqueeze(-1), torch.ones_like(self._counts[:, :1]))

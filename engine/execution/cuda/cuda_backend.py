@@ -34,7 +34,6 @@ from engine.execution.eager import EagerBackend
 from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, forward
-from engine.models.layers.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 from engine.stats.preparation import PREPARATION
@@ -88,7 +87,7 @@ class CudaBackend(EagerBackend):
         kv = batch.paged.kv
         assert isinstance(kv, GraphedKV)
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
-            return self.gathered(batch, output)
+            return output
         return super().run(batch, draws and draws.to(self.device))
 
     def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
@@ -104,7 +103,7 @@ class CudaBackend(EagerBackend):
         return None if kv.graphs is None else kv.graphs.draw_chain(chain)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Compute [n, vocab] float32 logits, or a rank's slice of them."""
+        """Compute [n, vocab] float32 logits."""
         groups = [part for group in batch.paged.groups for part in _parts_on(group, self.device)]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
@@ -143,53 +142,45 @@ class CudaBackend(EagerBackend):
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Compile layers and kernels, and record all graphs (a minute); raise ModelError if even eager passes fail."""
         with PREPARATION.expected():
-            if self.reducer is not None and not self._is_compiled:  # once, because graphs keep its buffers' addresses
-                max_tokens = max(self._engine.max_num_batched_tokens, MAX_TOKENS)
-                self.reducer.prepare(max_tokens, self.model.config.get_text_config().hidden_size)
             for backend in (self, *self._beside):
                 backend._warm_up()
 
     def close(self) -> None:
-        """Free the graphs, then leave the other ranks: a communicator cannot end while a graph holds it."""
+        """Free the graphs."""
         for kv in [kv for backend in (self, *self._beside) for kv in backend._caches]:
             if kv.graphs is not None:
                 kv.graphs.close()
                 kv.graphs = None
-        super().close()
-
-    def _agree(self, ok: bool) -> bool:
-        return ok if self.reducer is None else self.reducer.agree(ok)
 
     def _warm_up(self) -> None:
         new, decoding = [kv for kv in self._caches if kv.graphs is None], shapes(self._engine, self._branches)
         width = table_width(self._engine, self.info.max_model_len)
         if self._config.compile != "off":
-            is_ready, reason = True, "another rank cannot run compiled passes"
             try:
                 self._compile()
                 for kv in new:
                     recorder = self._recorder or GraphRecorder(self.device)
-                    kv.graphs = Graphs(self.model, kv, recorder, decoding, width, self._agree)
+                    kv.graphs = Graphs(self.model, kv, recorder, decoding, width)
             except (ModelError, RuntimeError, TritonError) as error:
-                is_ready, reason = False, str(error)
-            if self._agree(is_ready):
+                self._run_uncompiled(error)
+            else:
                 chains = [chain for plan in self._chains for chain in chain_shapes(self._engine.max_num_seqs, *plan)]
                 self._record([*prompt_shapes(decoding), *decoding, *chains], [kv.graphs for kv in new if kv.graphs])
                 return
-            uncompile_layers(self.model.module)
-            self._is_compiled = False
-            for kv in self._caches:
-                kv.graphs = None
-            PREPARATION.counts["eager"] += 1
-            logger.warning(
-                "%s runs uncompiled; texts may differ from those of compiled passes: %s", self.info.name, reason
-            )
         try:
             self._run_every_kind()
         except (RuntimeError, TritonError) as error:
             raise ModelError(
                 f"{self.info.name} cannot be served on {self.device}, where a pass fails: {error}"
             ) from error
+
+    def _run_uncompiled(self, reason: Exception) -> None:
+        uncompile_layers(self.model.module)
+        self._is_compiled = False
+        for kv in self._caches:
+            kv.graphs = None
+        PREPARATION.counts["eager"] += 1
+        logger.warning("%s runs uncompiled; texts may differ from those of compiled passes: %s", self.info.name, reason)
 
     def _compile(self) -> None:
         """Compile the layers, then the kernels of passes without a graph, by running a pass of each kind."""
@@ -205,13 +196,12 @@ class CudaBackend(EagerBackend):
     @torch.inference_mode()
     def _run_every_kind(self) -> None:
         kv = next(iter(self._caches), None) or super().allocate_kv(1, self._engine.block_size)
-        with alone():
-            for rows in _kinds_of_passes(self._engine, self.info.max_model_len, has_trees=bool(self._branches)):
-                batch = build(rows, kv)
-                count = range(len(batch.logit_indices))
-                keys = noise.keys(count, count, noise.TARGET_STREAM, kv.input_device)
-                draws = Draws(torch.ones(len(count), 1), keys, torch.arange(1, 1 + len(count)))
-                super().run(batch, draws.to(self.device))
+        for rows in _kinds_of_passes(self._engine, self.info.max_model_len, has_trees=bool(self._branches)):
+            batch = build(rows, kv)
+            count = range(len(batch.logit_indices))
+            keys = noise.keys(count, count, noise.TARGET_STREAM, kv.input_device)
+            draws = Draws(torch.ones(len(count), 1), keys, torch.arange(1, 1 + len(count)))
+            super().run(batch, draws.to(self.device))
         self.wait()
 
     def _record(self, every: Sequence[Shape | ChainShape], all_graphs: Sequence[Graphs]) -> None:
@@ -230,6 +220,8 @@ def make_cuda_backend(
 ) -> EagerBackend:
     """Return a backend for a model on a GPU; see `CudaBackend`."""
     reason = model.why_eager(model.config)
+    if model.shard is not None:
+        reason = f"it is one of {model.shard.world_size} ranks; execution=vllm computes several with CUDA graphs"
     if reason is None and model.kv_shape.value_dim == 0:
         reason = "its latents are too wide for the kernel that attends"
     if reason is None and model.kv_shape.key_dim > MAX_DIM:

@@ -22,7 +22,6 @@ from engine.execution.cuda.kernels.triton_attention import NUM_PARTS
 from engine.execution.cuda.static_pass import NUM_EXTRA, ROWS, Outputs, Shape, StaticPass, steps_up_to
 from engine.execution.kv_tensors import KVTensors
 from engine.models.causal_lm import CausalLM, kv_shape
-from engine.models.layers.reducer import alone
 from engine.sampling.noise import Draws
 from engine.stats.preparation import PREPARATION
 
@@ -33,8 +32,7 @@ _MIN_PROMPT_LENGTH = 5
 _MAX_PROMPT_TOKENS = 640
 """Most tokens of a graph for a batch with a prompt, because a graph may pad the batch to twice its rows."""
 _GRAPH_BYTES = 10 * 2**20
-_COMMUNICATION_BYTES = 2**30
-"""Estimates: the memory of a recorded graph, and of NCCL and symmetric buffers."""
+"""Estimate of the memory of a recorded graph."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ class GraphRecorder:
         # The first pass compiles kernels, which cannot be done while a graph is recorded.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), alone():
+        with torch.cuda.stream(self._stream):
             compute()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
@@ -72,22 +70,15 @@ class Graphs:
     """The graphs of one model with one KV cache."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        kv: KVTensors,
-        recorder: GraphRecorder,
-        shapes: Sequence[Shape],
-        width: int,
-        agree: Callable[[bool], bool] = lambda ok: ok,
+        self, model: CausalLM, kv: KVTensors, recorder: GraphRecorder, shapes: Sequence[Shape], width: int
     ) -> None:
         """Make room for the outputs of `shapes`; `width` is the most blocks of a request's table."""
         self._model = model
         self._kv = kv
         self._recorder = recorder
-        self._agree = agree
         self._recorded: dict[Shape | ChainShape, tuple[StaticPass, Callable[[], None]]] = {}
         self._width, self._lengths = width, lengths_of(shapes)
-        size = (max(shape.tokens for shape in shapes), len(model.vocab_slice))
+        size = (max(shape.tokens for shape in shapes), model.info.vocab_size)
         self._outputs = Outputs(
             torch.empty(size, device=model.device), torch.empty(size[0], dtype=torch.int64, device=model.device)
         )
@@ -130,7 +121,7 @@ class Graphs:
 
     @torch.inference_mode()
     def record(self, shape: Shape | ChainShape) -> None:
-        """Record a pass or chain; if any rank fails, this shape has no graph on any rank."""
+        """Record a pass or chain; if that fails, this shape has no graph."""
         inputs = self._model, self._kv, self._width
         try:
             static = (
@@ -138,14 +129,10 @@ class Graphs:
                 if isinstance(shape, ChainShape)
                 else StaticPass(*inputs, shape, self._outputs)
             )
-            recorded = static, self._recorder.record(static.compute)
+            self._recorded[shape] = static, self._recorder.record(static.compute)
         except (RuntimeError, TritonError) as error:  # most likely, the memory is full
-            recorded = None
-            logger.warning("%s: no graph of %s could be recorded: %s", self._model.info.name, shape, error)
-        if self._agree(recorded is not None) and recorded is not None:
-            self._recorded[shape] = recorded
-        else:
             PREPARATION.counts["not_recorded"] += 1
+            logger.warning("%s: no graph of %s could be recorded: %s", self._model.info.name, shape, error)
 
 
 def shapes(engine: EngineConfig, branches: Sequence[int] = ()) -> list[Shape]:
@@ -184,20 +171,17 @@ def table_width(engine: EngineConfig, max_model_len: int) -> int:
     return min(-(-longest // engine.block_size), engine.num_blocks or longest)
 
 
-def graph_bytes(
-    engine: EngineConfig, config: PreTrainedConfig, max_model_len: int, world_size: int, *, num_models: int = 1
-) -> int:
-    """Estimate the memory of a rank's graphs, and of its communication with other ranks."""
+def graph_bytes(engine: EngineConfig, config: PreTrainedConfig, max_model_len: int, *, num_models: int = 1) -> int:
+    """Estimate the memory of graphs."""
     recorded = shapes(engine, LENGTHS)  # an upper bound: as if every model had trees, or ran ahead
-    text, value_dim = config.get_text_config(), kv_shape(config, world_size).value_dim
-    num_parts = recorded[0].tokens * NUM_PARTS * text.num_attention_heads // world_size
+    text, value_dim = config.get_text_config(), kv_shape(config, 1).value_dim
+    num_parts = recorded[0].tokens * NUM_PARTS * text.num_attention_heads
     num_outputs = recorded[0].tokens * text.vocab_size
     num_blocks = sum(shape.rows for shape in recorded) * table_width(engine, max_model_len)
     num_bytes = torch.float32.itemsize * int(num_parts * (value_dim + 2) + num_outputs + num_blocks)
-    communication_bytes = _COMMUNICATION_BYTES if world_size > 1 else 0
     if engine.self_draft_layers is not None:
         num_models += 1  # a target's first layers have graphs, too
-    return num_models * (num_bytes + len(recorded) * _GRAPH_BYTES) + communication_bytes
+    return num_models * (num_bytes + len(recorded) * _GRAPH_BYTES)
 
 
 def choose_shape(batch: ForwardBatch, lengths: Mapping[bool, Sequence[int]]) -> Shape | None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from engine.execution.cuda.kernels import grouped_product, product
 from engine.models.layers.experts import experts_of, group_experts, grouped_linear
 from engine.models.layers.quantization import QuantizedLinear
-from engine.models.shards import QuantizedRowLinear, RowLinear
 
 MAX_KERNEL_ROWS = 64
 """Rows up to which the kernel is used."""
@@ -37,43 +36,19 @@ class InvariantLinear(nn.Linear):
         return output
 
 
-class InvariantRowLinear(RowLinear):
-    """An `InvariantLinear` over a rank's slice of the inputs; see `RowLinear`."""
-
-    uses_cublas: bool
-
-    def partial(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum, [..., out] float32."""
-        operands = (x, self.weight, None, None, self.uses_cublas, torch.float32)
-        output: Tensor = torch.ops.paceline.invariant_linear(*operands)
-        return output
-
-
 class InvariantQuantizedLinear(QuantizedLinear):
     """A linear layer with quantised weights, which the kernel reads unconverted for any number of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        options = (self.scales, False, None, self.zeros)
+        options = (self.scales, False, self.zeros)
         output: Tensor = torch.ops.paceline.invariant_linear(x, self.values, self.bias, *options)
-        return output
-
-
-class InvariantQuantizedRowLinear(QuantizedRowLinear):
-    """An `InvariantQuantizedLinear` over a rank's slice of the inputs; see `QuantizedRowLinear`."""
-
-    def partial(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the sum, [..., out] float32."""
-        operands = (x, self.values, None, self.scales, False, torch.float32, self.zeros)
-        output: Tensor = torch.ops.paceline.invariant_linear(*operands)
         return output
 
 
 _INVARIANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: InvariantLinear,
-    RowLinear: InvariantRowLinear,
     QuantizedLinear: InvariantQuantizedLinear,
-    QuantizedRowLinear: InvariantQuantizedRowLinear,
 }
 
 
@@ -97,9 +72,6 @@ def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = T
         if isinstance(layer, InvariantLinear):
             weight = layer.weight
             layer.uses_cublas = not invariant or cublas_agrees(weight.shape, weight.dtype, weight.device)
-        elif isinstance(layer, InvariantRowLinear):
-            weight = layer.weight
-            layer.uses_cublas = cublas_agrees(weight.shape, weight.dtype, weight.device, torch.float32)
     if experts := experts_of(module):
         group_experts(module)
         for block in list(module.modules()):
@@ -132,22 +104,16 @@ grouped_linear.register_kernel("cuda")(grouped_product.multiply)
 
 @functools.cache
 @torch.inference_mode()
-def cublas_agrees(
-    shape: torch.Size, dtype: torch.dtype, device: torch.device, out_dtype: torch.dtype | None = None
-) -> bool:
+def cublas_agrees(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether cuBLAS gives the kernel's bits for many rows and weights of a shape."""
     counts = [count for count in _CHECKED_ROWS if count * max(shape) <= _MAX_CHECKED_NUMBERS]
     weight = torch.randn(shape, dtype=dtype, device=device)
     rows = torch.randn(counts[-1], shape[1], dtype=dtype, device=device)
-    expected = product.multiply(rows, weight, None, out_dtype=out_dtype)
+    expected = product.multiply(rows, weight, None)
     many = [n for n in counts if n > MAX_KERNEL_ROWS]
-    agrees = all(torch.equal(_cublas(rows[:n], weight, out_dtype), expected[:n]) for n in many)
+    agrees = all(torch.equal(_cublas(rows[:n], weight), expected[:n]) for n in many)
     logger.info("weights of %s x %s: cuBLAS rounds %s our kernel", *shape, "like" if agrees else "unlike")
-    unlike = [
-        n
-        for n in counts
-        if not torch.equal(product.multiply(rows[:n], weight, None, out_dtype=out_dtype), expected[:n])
-    ]
+    unlike = [n for n in counts if not torch.equal(product.multiply(rows[:n], weight, None), expected[:n])]
     if unlike:
         logger.warning("weights of %s x %s: our kernel rounds unlike itself for %s rows", *shape, unlike)
     return agrees
@@ -160,15 +126,14 @@ def _invariant_linear(
     bias: Tensor | None,
     scales: Tensor | None,
     uses_cublas: bool,
-    out_dtype: torch.dtype | None = None,
     zeros: Tensor | None = None,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if uses_cublas and len(rows) > MAX_KERNEL_ROWS:
-        output = _cublas(rows, weight, out_dtype)
+        output = _cublas(rows, weight)
         output = output if bias is None else output + bias
     else:
-        output = product.multiply(rows, weight, bias, out_dtype=out_dtype, scales=scales, zeros=zeros)
+        output = product.multiply(rows, weight, bias, scales=scales, zeros=zeros)
     return output.view(*x.shape[:-1], len(weight))
 
 
@@ -179,11 +144,10 @@ def _(
     _bias: Tensor | None,
     _scales: Tensor | None,
     _uses_cublas: bool,
-    out_dtype: torch.dtype | None = None,
     _zeros: Tensor | None = None,
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(weight), dtype=out_dtype)
+    return x.new_empty(*x.shape[:-1], len(weight))
 
 
-def _cublas(rows: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    return F.linear(rows, weight) if out_dtype is None else torch.mm(rows, weight.T, out_dtype=out_dtype)
+def _cublas(rows: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(rows, weight)

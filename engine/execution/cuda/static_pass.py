@@ -177,9 +177,8 @@ class StaticPass:
 
     def compute(self) -> None:
         """Compute the batch in the buffers."""
-        count, first_id = min(self.shape.tokens, len(self._outputs.tokens)), self._model.vocab_slice.start
-        tokens, scores = draw_kernel.draw(*self._compute_logits(count), first_id)
-        self._outputs.tokens[:count].copy_(self._model.best_of_ranks(scores, tokens))
+        count = min(self.shape.tokens, len(self._outputs.tokens))
+        self._outputs.tokens[:count].copy_(draw_kernel.draw(*self._compute_logits(count)))
 
     def _compute_logits(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Write the first `count` rows of logits to the outputs; return the arguments of `draw_kernel.draw`."""
@@ -203,7 +202,7 @@ class StaticPass:
             return PassOutput(logits[:0], logits[:0], tokens)
         scores = logits = logits.clone()
         if draws is not None:
-            scores = scores_of(logits, *self._draw_arguments(count), self._model.vocab_slice.start)
+            scores = scores_of(logits, *self._draw_arguments(count))
         return PassOutput(logits, scores, tokens)
 
     def _split(self, packed: Tensor) -> dict[str, Tensor]:
@@ -211,7 +210,7 @@ class StaticPass:
         return dict(zip(self._names, torch.split(packed, sizes), strict=True))
 
 
-def scores_of(logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor, first_id: int = 0) -> Tensor:
+def scores_of(logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor) -> Tensor:
     """Return the scores [n, vocab] that `draw_kernel.draw` compares."""
     rows = torch.arange(1, len(logits) + 1, device=logits.device) * is_drawn
-    return noise.scores(logits, temperatures.unsqueeze(-1), keys, rows, noise.gumbel, first_id)
+    return noise.scores(logits, temperatures.unsqueeze(-1), keys, rows, noise.gumbel)

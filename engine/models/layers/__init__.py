@@ -4,5 +4,5 @@ In reading order: `layer_attention` (each layer's attention parameters), `mixed_
 `latent` (latent attention, cached as latents), `layer_state` (what a linear layer keeps), `recurrences` (how it
 computes), `linear_layers` (replaces transformers' functions for it), `fusion` (q/k/v and gate/up as one product),
 `packed_formats` (how checkpoints store quantised weights), `quantization` (int8, int4 and fp8, at load or as saved),
-`experts` (mixtures, by grouped products) and `reducer` (how ranks combine their parts).
+and `experts` (mixtures, by grouped products).
 """

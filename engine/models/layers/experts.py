@@ -2,9 +2,7 @@
 
 transformers calls `compute_experts` in every family's experts module, if `group_experts` has chosen it. Pairs of a
 token and an expert are sorted by expert, on the device. A token's results are added in float32, in order of its
-experts. A tensor-parallel rank holds a slice of every expert, or some whole experts if sizes do not divide; results are
-summed behind the layer. gpt-oss' experts stay as saved, in mxfp4: two 4-bit floats a byte, and a power of two for each
-group of 32.
+experts. gpt-oss' experts stay as saved, in mxfp4: two 4-bit floats a byte, and a power of two for each group of 32.
 """
 
 from typing import Any
@@ -16,7 +14,6 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.integrations.mxfp4 import FP4_VALUES
 
 from engine.errors import ModelError
-from engine.models.layers.reducer import Reducer
 
 EXPERTS_NAME = "paceline"
 _GROUP_SIZE = 32
@@ -34,16 +31,12 @@ def group_experts(module: nn.Module) -> None:
 
 
 def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of every token's experts, [tokens, hidden]; a rank's summand is float32.
+    """Return the weighted sum of every token's experts, [tokens, hidden].
 
     module: transformers' experts; index, weights: [tokens, top_k] each token's experts and factors.
     """
     index, places = index.sort(-1)
     weights = weights.gather(1, places)
-    is_partial = hasattr(module, "own_experts")
-    if is_partial and len(own := module.own_experts) < module.total_experts:  # others: the first expert, times 0
-        is_own = (index >= own.start) & (index < own.stop)
-        index, weights = torch.where(is_own, index - own.start, 0), weights * is_own
     order, ends = torch.ops.paceline.sort_by_expert(index, module.num_experts)
 
     def product(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -63,46 +56,10 @@ def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
     total = results[:, 0]
     for nth in range(1, index.shape[1]):
         total = total + results[:, nth]
-    return total if is_partial else total.to(hidden.dtype)
+    return total.to(hidden.dtype)
 
 
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
-
-
-def slice_experts(module: Any, name: str, reducer: Reducer, *, is_transposed: bool, is_packed: bool) -> None:
-    """Leave room in a module on the meta device for a rank's slice of every expert, or for some whole experts.
-
-    is_transposed: weights are [experts, in, out]; is_packed: a slice has whole groups. Only the first rank adds a bias.
-    """
-    rank, count = reducer.rank, reducer.world_size
-    inner = 1 if is_transposed else 2
-    size = module.down_proj.shape[inner]
-    num_experts = max(len(parameter) for parameter in module.parameters(recurse=False))
-    has_norm, is_grouped = getattr(module, "has_post_expert_norm", False), module in experts_of(module)
-    is_sliced = size % (count * _GROUP_SIZE if is_packed else count) == 0 and not has_norm
-    if not is_sliced and (num_experts % count or not is_grouped):
-        reason = "whose results are normed" if has_norm else f"of size {size}"
-        raise ModelError(f"{name} has {num_experts} experts {reason}, not divisible by tensor_parallel_size {count}")
-    axes = {"down_proj": inner, "down_proj_bias": None}
-    for parameter_name, parameter in list(module.named_parameters(recurse=False)):
-        axis = axes.get(parameter_name, 1 if parameter.dim() == 2 else 3 - inner) if is_sliced else 0
-        shape = [*parameter.shape]
-        if axis is not None:
-            shape[axis] //= count
-        room = nn.Parameter(parameter.new_empty(shape))
-        if is_sliced and parameter_name.startswith("gate_up") and getattr(module, "is_concatenated", True):
-            room.packed_axis = axis  # type: ignore[attr-defined]
-        setattr(module, parameter_name, room)
-    if is_sliced and rank:
-        module.down_proj_bias = None
-    module.total_experts = num_experts
-    num_own = num_experts if is_sliced else num_experts // count
-    module.own_experts = range(num_experts) if is_sliced else range(rank * num_own, (rank + 1) * num_own)
-    if is_grouped:
-        module.num_experts = num_own
-    if hasattr(module, "identity_expert"):  # added by the first rank
-        del module.identity_expert
-        module.identity_expert = torch.zeros_like if rank else torch.clone
 
 
 def pack_experts(module: nn.Module) -> None:

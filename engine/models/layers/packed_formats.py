@@ -84,8 +84,8 @@ def unpacked(
             not settings.get("desc_act", not form.zero) if groups.is_meta else torch.equal(groups, in_order.to(groups))
         )
     if is_regular:
-        values = pack_nibbles(weight) if num_bits == 4 else weight.contiguous()
-        return QuantizedLinear(values, scales.contiguous(), None, zeros)
+        values = pack_nibbles(weight) if num_bits == 4 else weight
+        return QuantizedLinear(values.contiguous(), scales.contiguous(), None, zeros)
     index = in_order if groups is None else groups.long()
     return (weight.float() - (0 if zeros is None else zeros[:, index])) * scales.float()[:, index]
 

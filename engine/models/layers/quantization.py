@@ -99,21 +99,6 @@ class QuantizedLinear(nn.Module):
         self.in_features = values.shape[1] * (2 if values.dtype == torch.uint8 else 1)
 
     @classmethod
-    def rounded(cls, weight: Tensor, bias: Tensor | None, quantization: Quantization, inputs: slice) -> Self:
-        """Return a layer over some inputs of a weight [out, in], with scales of all inputs; int4 needs whole groups."""
-        from torchao.quantization import quantize_
-
-        with torch.device("meta"):
-            linear = nn.Linear(weight.shape[1], len(weight), bias=False)
-        linear.weight = nn.Parameter(weight, requires_grad=False)
-        quantize_(linear, torchao_settings(quantization))
-        quantized: Any = linear.weight
-        values, scales = quantized.qdata[:, inputs], quantized.scale
-        if quantization == "int4":
-            values, scales = pack_nibbles(values), scales[:, inputs.start // GROUP_SIZE : inputs.stop // GROUP_SIZE]
-        return cls(values.contiguous(), scales.contiguous(), bias)
-
-    @classmethod
     def concatenated(cls, layers: Sequence["QuantizedLinear"]) -> Self:
         """Return one layer with the outputs of several layers that have the same inputs and format."""
         names = ("values", "scales", "bias", "zeros")
@@ -141,10 +126,6 @@ class QuantizedLinear(nn.Module):
         if self.zeros is not None:
             integers = integers - self.zeros.to(dtype).unsqueeze(-1)
         return (integers * self.scales.to(dtype).unsqueeze(-1)).flatten(1)
-
-    def partial(self, x: Tensor) -> Tensor:
-        """Return one rank's summand, [..., out] float32 without the bias, for `x` [..., in]."""
-        return F.linear(x.float(), self.weight_as(torch.float32))
 
 
 def pack_nibbles(integers: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from tests.waiting import wait_for
     ids=["a node's third", "of four that the node may use", "by names", "on a CPU", "one rank"],
 )
 def test_a_rank_that_sees_all_gpus_uses_the_one_that_ray_gave_it(world_size, assigned, visible, index, monkeypatch):
-    """Ranks whose GPUs have the same index cannot share symmetric memory."""
     context, selected = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned}), []
     monkeypatch.setattr("cluster.workers.actors.ray.get_runtime_context", lambda: context)
     monkeypatch.setattr("torch.cuda.set_device", selected.append)

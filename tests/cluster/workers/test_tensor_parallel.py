@@ -22,9 +22,9 @@ sum_parts(1, join_store(("127.0.0.1", int(sys.argv[1])), 2, 60))
 
 def sum_parts(rank, store):
     device = torch.device("cpu")
-    shard = join_world(store, rank=rank, world_size=2, device=device, host="127.0.0.1", timeout_s=60)
+    world = join_world(store, rank=rank, world_size=2, device=device, host="127.0.0.1", timeout_s=60)
+    shard = world.shard()
     assert shard.reducer.sum(torch.tensor([1.0 + rank, 10.0])).tolist() == [3.0, 20.0]
-    assert shard.reducer.agree(True)
     shard.reducer.close()
     assert not distributed.is_initialized()
 
@@ -81,7 +81,8 @@ def test_nccl_is_given_a_device_with_an_index_and_the_interface_of_the_address(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", before or "")
     if before is None:
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    join_world(None, rank=1, world_size=2, device=torch.device(device), host="10.0.0.1", timeout_s=1)
+    store = SimpleNamespace(host="10.0.0.1", port=1)
+    join_world(store, rank=1, world_size=2, device=torch.device(device), host="10.0.0.1", timeout_s=1)
     assert arguments["name"] == "nccl"
     assert selected == [arguments["device_id"]] == [torch.device("cuda", index)]
     assert os.environ["NCCL_SOCKET_IFNAME"] == after

@@ -61,9 +61,9 @@ def test_weights_keys_and_values_take_what_is_loaded_and_allocated(name, tmp_pat
 
 
 def test_a_rank_takes_its_slices_and_all_that_every_rank_holds_whole(target_path):
-    """Embeddings and norms are whole on both ranks; all other layers are halves."""
+    """Embeddings, head and norms are whole on both ranks; all other layers are halves."""
     whole, half = measure(target_path), measure(target_path, world_size=2)
-    kept_whole = 4 * (VOCAB * 32 + 5 * 32)
+    kept_whole = 4 * (2 * VOCAB * 32 + 5 * 32)
     assert half.weight_bytes == kept_whole + (whole.weight_bytes - kept_whole) // 2
     assert half.kv_token_bytes == whole.kv_token_bytes // 2
     lengths = [measure(target_path, max_model_len=length).max_model_len for length in (100, 100_000)]

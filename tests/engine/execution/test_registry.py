@@ -36,7 +36,7 @@ def test_a_survey_of_a_gpu_names_the_card_by_what_all_processes_call_it(target, 
     assert found.footprint.weight_bytes == 2 * target.info.num_parameters
     compiled = survey(source_of(target.info.name, dtype="bfloat16", device="auto", compile="auto"), EngineConfig())
     configuration = source_of(target.info.name).configuration
-    added = graph_bytes(EngineConfig(), configuration, 512, 1)
+    added = graph_bytes(EngineConfig(), configuration, 512)
     assert compiled.footprint.workspace_bytes == found.footprint.workspace_bytes + added
 
 

@@ -1,6 +1,6 @@
 """Loading heads in both forms, their vocabularies, what they share with the target, and what is refused."""
 
-from types import SimpleNamespace
+import json
 
 import pytest
 import torch
@@ -9,13 +9,8 @@ from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.heads.config import read_head_config
 from engine.heads.registry import HEADS, check_target, load_target
-from engine.models.causal_lm import Shard
 from engine.models.registry import open_model
-from engine.models.source import ModelSource
 from tests.engine.heads.files import LAYERS, head_settings, head_tensors, save_head
-from tests.engine.heads.tiny_heads import VOCAB
-from tests.engine.models.test_shards import save_family
-from tests.engine.ranks import gloo_reducers, on_ranks
 from tests.models import save_llama
 
 IDS = torch.tensor([0, 1, 2, 5, 6, 40, 63])
@@ -120,19 +115,15 @@ def test_missing_unknown_and_misshapen_weights_are_refused_by_name(load, target,
     load(head_settings(), tensors | trained)
 
 
-@pytest.mark.parametrize("count", [20, 60])
-def test_ranks_with_a_slice_of_the_vocabulary_each_draft_no_token_beyond_the_tokenizer(tmp_path, monkeypatch, count):
-    save_family("llama", tmp_path, num_key_value_heads=4)
-    tensors = head_tensors()
-    del tensors["lm_head.weight"]
-    config = ModelConfig(str(tmp_path), head=save_head(tmp_path / "head", head_settings(), tensors), device="cpu")
-    (tmp_path / "tokenizer.json").touch()
-    tokenizer = SimpleNamespace(get_vocab=lambda: {f"t{i}": i for i in range(count)}, eos_token_id=None)
-    monkeypatch.setattr(ModelSource, "tokenizer", tokenizer)
-    shards = [Shard(one.rank, 2, one) for one in gloo_reducers(2)]
-    heads = on_ranks(lambda shard: load_target(open_model(config), shard).head, shards)
-    logits = torch.cat([head.vocab_logits(torch.ones(32, dtype=head.norm.weight.dtype)) for head in heads])
-    assert (logits > -1e29).tolist() == [True] * count + [False] * (VOCAB - count)
+def test_no_token_beyond_the_tokenizer_is_drafted(tmp_path):
+    target = save_llama(tmp_path / "target", seed=0)
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {f"t{i}": i for i in range(60)}
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    head = save_head(tmp_path / "head", head_settings(), head_tensors())
+    model = load_target(open_model(ModelConfig(str(target), head=head, device="cpu", dtype="float32")))
+    logits = model.head.vocab_logits(torch.ones(1, 32))
+    assert (logits[0] > -1e29).tolist() == [True] * 60 + [False] * 4
 
 
 BLOCK = {"draft_vocab_size": 64, "mask_token_id": 2, "aux_hidden_state_layer_ids": [2, 1]}

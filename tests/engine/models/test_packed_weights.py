@@ -22,7 +22,6 @@ from tests.engine.models.layers.test_quantization import (
     rotary_bytes,
     write,
 )
-from tests.engine.models.test_shards import load_ranks, logits_of
 from tests.engine.tiny import EXPERTS, HEADS, LATENT, backend_of, model_of, save
 
 ROW = {"bits": 4, "group_size": 32}
@@ -162,6 +161,7 @@ def test_weights_are_those_of_the_definition_and_the_text_is_that_of_their_float
         assert isinstance(layer, QuantizedLinear) == (name not in FLOATS)
         found = layer.weight if name in FLOATS else layer.weight_as(torch.float32)
         assert torch.equal(found, weight)
+        assert name in FLOATS or layer.values.is_contiguous(), "kernels read rows of numbers side by side"
     module = reference(tmp_path / "floats")
     assert torch.equal(block.self_attn.q_proj.linear.bias[:64], module.model.layers[1].self_attn.q_proj.bias)
     text = greedy(module, 16)
@@ -177,23 +177,6 @@ def test_weights_are_those_of_the_definition_and_the_text_is_that_of_their_float
     assert backend.model.info.num_parameters >= sum(weight.numel() for weight in floats.values() if weight.dim() > 1)
     if name not in FLOATS:
         assert size < 0.45 * 4 * sum(weight.numel() for weight in floats.values())
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq, 8 bits", "compressed, 8 bits", "fp8, one", "gptq, by activation"])
-def test_ranks_hold_slices_along_groups(name, tmp_path):
-    save_case(name, tmp_path, factor=3.0)
-    ranks, _ = load_ranks(tmp_path, 2, dtype="float32")
-    (expected,) = logits_of([backend_of(tmp_path / "floats")])
-    for logits in logits_of(ranks):
-        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
-    for rank in ranks:
-        assert planned(tmp_path, world_size=2) == bytes_of(rank) - rotary_bytes(rank)
-
-
-def test_ranks_that_would_cut_a_group_are_refused_by_name(tmp_path):
-    save_case("awq", tmp_path, config=transformers.LlamaConfig(**WIDE | {"intermediate_size": 96}))
-    with pytest.raises(ModelError, match=r"down_proj has 48 inputs on a rank, not a multiple of its groups of 32"):
-        load_ranks(tmp_path, 2)
 
 
 def test_packed_experts_heads_and_embeddings_become_floats_as_the_log_says(tmp_path, caplog):
@@ -237,7 +220,9 @@ def test_checkpoints_of_other_layouts_are_refused_by_what_they_have(tmp_path):
         with pytest.raises(ModelError, match=message):
             model_of(tmp_path)
     mark(tmp_path, **CASES["awq"][2])
+    halves = {name: tensor.chunk(2, 1)[0].contiguous() for name, tensor in weights.items() if "0.mlp.up_proj" in name}
     for extra, message in (
+        (halves, r"up_proj is \[64, 64\], and its config.json gives \[128, 64\]"),
         ({"model.layers.0.mlp.act_fn.scales": torch.ones(4)}, "act_fn.scales is of no layout of awq that is served"),
         ({"model.layers.0.mlp.up_proj.scales": None}, r"up_proj.q\w+ is of no layout of awq"),
         ({"model.layers.0.self_attn.q_proj.bias": None}, "lacks the weights model.layers.0.self_attn.q_proj"),

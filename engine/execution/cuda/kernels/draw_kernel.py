@@ -22,15 +22,13 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return output
 
 
-def draw(
-    logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor, first_id: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return each row's token [n] int64, the argmax of its scores (the lowest id of equals), and its score [n] float32.
+def draw(logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor) -> Tensor:
+    """Return each row's token [n] int64, the argmax of its scores (the lowest id of equals).
 
     Scores are logits over temperature plus noise.
 
     Args:
-        logits: [n, vocab] float32, or a slice of the vocabulary from `first_id` on; a row of NaN draws `first_id`.
+        logits: [n, vocab] float32; a row of NaN draws token 0.
         temperatures: [n] float32; keys: [n, 2] int32.
         is_drawn: [n] int32; rows of 0 are greedy, without temperature and noise.
     """
@@ -39,16 +37,13 @@ def draw(
     best = torch.empty((count, num_tiles), dtype=torch.float32, device=logits.device)
     ids = torch.empty((count, num_tiles), dtype=torch.int32, device=logits.device)
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
-    scores = torch.empty(count, dtype=torch.float32, device=logits.device)
     if count:
         _tile_kernel[count, num_tiles](
-            logits, temperatures, keys, is_drawn, best, ids, logits.stride(0), *keys.stride(), vocab, first_id,
+            logits, temperatures, keys, is_drawn, best, ids, logits.stride(0), *keys.stride(), vocab,
             TILE=_TILE, enable_fp_fusion=False,
         )  # fmt: skip
-        _best_kernel[(count,)](
-            best, ids, tokens, scores, num_tiles, vocab, first_id, TILES=triton.next_power_of_2(num_tiles)
-        )
-    return tokens, scores
+        _best_kernel[(count,)](best, ids, tokens, num_tiles, vocab, TILES=triton.next_power_of_2(num_tiles))
+    return tokens
 
 
 @triton.jit
@@ -83,7 +78,7 @@ def _gumbel_kernel(keys, token_ids, output, key_stride, word_stride, vocab, TILE
 
 @triton.jit
 def _tile_kernel(
-    logits, temperatures, keys, is_drawn, best, ids, row_stride, key_stride, word_stride, vocab, first_id,
+    logits, temperatures, keys, is_drawn, best, ids, row_stride, key_stride, word_stride, vocab,
     TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -92,7 +87,7 @@ def _tile_kernel(
     is_column = column < vocab
     scores = tl.load(logits + row * row_stride + column, is_column, float("-inf"))
     if tl.load(is_drawn + row) != 0:
-        noise = _gumbel(keys + row * key_stride, word_stride, (first_id + column).to(tl.uint32, bitcast=True))
+        noise = _gumbel(keys + row * key_stride, word_stride, column.to(tl.uint32, bitcast=True))
         scores = tl.div_rn(scores, tl.load(temperatures + row)) + noise
     highest = tl.max(scores, 0)
     token = tl.min(tl.where(is_column & (scores == highest), column, vocab), 0)
@@ -101,7 +96,7 @@ def _tile_kernel(
 
 
 @triton.jit
-def _best_kernel(best, ids, tokens, scores, num_tiles, vocab, first_id, TILES: tl.constexpr):
+def _best_kernel(best, ids, tokens, num_tiles, vocab, TILES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     is_tile = tile < num_tiles
@@ -109,5 +104,4 @@ def _best_kernel(best, ids, tokens, scores, num_tiles, vocab, first_id, TILES: t
     highest = tl.max(tile_scores, 0)
     candidates = tl.load(ids + row * num_tiles + tile, is_tile, vocab)
     token = tl.min(tl.where(tile_scores == highest, candidates, vocab), 0)
-    tl.store(tokens + row, first_id + tl.where(token < vocab, token, 0).to(tl.int64))
-    tl.store(scores + row, highest)
+    tl.store(tokens + row, tl.where(token < vocab, token, 0).to(tl.int64))

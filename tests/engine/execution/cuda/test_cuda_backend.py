@@ -1,25 +1,24 @@
 """CudaBackend: the eager pass's results, interpreted on a CPU, and on a GPU before and after it is warmed up."""
 
-import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
-from engine.models.causal_lm import forward
+from engine.models.causal_lm import Shard, forward
 from engine.models.first_layers import first_layers
 from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.noise import Draws
-from tests.engine.ranks import on_ranks
+from tests.engine.ranks import AbsentOthers
 from tests.engine.running import drafters, make_engine, run
-from tests.engine.tiny import SIZES, model_of, save
+from tests.engine.tiny import model_of
 from tests.gpu.models import random_model
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -28,9 +27,9 @@ from triton.runtime.errors import OutOfResources
 from engine.execution.cuda import cuda_backend
 from engine.execution.cuda.chain_pass import chain_shapes
 from engine.execution.cuda.cuda_backend import CudaBackend, GraphedKV, make_cuda_backend
-from engine.execution.cuda.graphs import MAX_TOKENS, Graphs, prompt_shapes, shapes
+from engine.execution.cuda.graphs import Graphs, prompt_shapes, shapes
 from engine.execution.cuda.kernels import cache_write, triton_attention
-from tests.engine.execution.cuda.recorders import ENGINE, SETTINGS, CallRecorder, ranks, sharded
+from tests.engine.execution.cuda.recorders import ENGINE, SETTINGS, CallRecorder
 
 EVERY = [*prompt_shapes(shapes(ENGINE)), *shapes(ENGINE)]
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -157,22 +156,15 @@ def test_every_kind_of_pass_is_warmed_up(monkeypatch):
     assert {(8, 4), (16, 8), (32, 16)} <= extras
 
 
-@pytest.fixture(scope="module")
-def four_heads(tmp_path_factory):
-    sizes = SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 1}
-    return save(LlamaConfig(**sizes), tmp_path_factory.mktemp("ranks"), factor=3.0)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_if_one_rank_cannot_compile_all_run_eagerly_and_say_so(
-    count, four_heads, uncompiled, quick, preparation, monkeypatch, caplog
+def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_so(
+    target_path, uncompiled, quick, preparation, monkeypatch, caplog
 ):
-    world, names, lengths = ranks(count), [], []
-    backends = sharded(four_heads, world, [CallRecorder() for _ in world])
+    names, lengths = [], []
+    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
+    kv = backend.allocate_kv(12, ENGINE.block_size)
 
-    def fail(module):
-        if module is backends[-1][0].model.module:
-            raise torch.OutOfMemoryError("no memory is left")
+    def fail(_module):
+        raise torch.OutOfMemoryError("no memory is left")
 
     def attend(group, _query, _keys, _values, output, _params):
         lengths.append(group.length)
@@ -181,40 +173,12 @@ def test_if_one_rank_cannot_compile_all_run_eagerly_and_say_so(
     monkeypatch.setattr(cuda_backend, "compile_layers", fail)
     monkeypatch.setattr(cuda_backend, "uncompile_layers", names.append)
     monkeypatch.setattr(triton_attention, "attend", attend)
-    on_ranks(lambda one: one[0].warm_up(), backends)
-    assert [kv.graphs for _, kv in backends] == [None] * count
-    assert [rank.calls for rank in world] == [[("prepare", MAX_TOKENS, 32), ("agree",)]] * count
-    assert set(names) == {backend.model.module for backend, _ in backends}
-    assert preparation.counts["eager"] == count
-    assert caplog.text.count("texts may differ") == count
-    assert caplog.text.count("another rank cannot") == count - 1
+    backend.warm_up()
+    assert kv.graphs is None
+    assert names == [backend.model.module]
+    assert preparation.counts["eager"] == 1
+    assert "texts may differ from those of compiled passes: no memory is left" in caplog.text
     assert {1, 2, 32, 33, 40} <= {*lengths}, "every kernel was tried"
-
-
-def test_ranks_make_the_same_collectives_in_the_same_order(four_heads, uncompiled, quick, preparation):
-    """Though one lacks memory for a graph; where a pass has none, all sum as many rows as it has tokens."""
-    world = ranks(2)
-    backends = sharded(four_heads, world, [CallRecorder({2} if rank.rank == 1 else ()) for rank in world])
-    first = on_ranks(lambda one: one[0].beside(partial(first_layers, count=1), one[1])[1], backends)
-    for rank in world:
-        rank.calls.clear()
-    on_ranks(lambda one: one[0].warm_up(), backends)
-    # A second preparation, for the first layers, would free the buffers whose addresses graphs have.
-    assert world[0].calls == [("prepare", MAX_TOKENS, 32), *[("agree",)] * 2 * (1 + len(EVERY))]
-    assert {*EVERY} - {*backends[0][1].graphs._recorded} == {EVERY[2]}, "all leave out what one could not record"
-    assert {*first[0].graphs._recorded} == {*EVERY}
-    generator, batches = random.Random(2), [[ForwardRow([3] * 9, 0, [1], 1)] * 12]
-    for _ in range(12):
-        sizes = [(generator.choice([1, 2, 5, 9, 20]), generator.randint(0, 12)) for _ in range(generator.randint(1, 3))]
-        batches.append([ForwardRow([3] * length, start, [1, 2], 1) for length, start in sizes])
-    on_ranks(lambda one: [one[0].run(build(rows, one[1])) for rows in batches], backends)
-    assert all(rank.calls == world[0].calls for rank in world)
-    assert [call for call in world[0].calls if call[0] == "sum"][:2] == [("sum", 1, 108, 32)] * 2
-    assert len({len(backend._recorder.computes) for backend, _ in backends}) == 1
-    for backend, kv in backends:
-        backend.close()
-        assert kv.graphs is None
-    assert world[0].calls[-1] == ("close",)
 
 
 @pytest.mark.parametrize(
@@ -248,3 +212,6 @@ def test_a_model_that_no_kernel_holds_is_eager_and_one_that_memory_does_not_hold
     monkeypatch.setattr(cuda_backend, "MAX_DIM", 8)
     assert type(make_cuda_backend(model, ModelConfig("tiny"), ENGINE)) is EagerBackend
     assert "its heads of 16 are too wide for the kernel that attends" in caplog.text
+    shard = Shard(0, 1, AbsentOthers())
+    assert type(make_cuda_backend(replace(model, shard=shard), ModelConfig("tiny"), ENGINE)) is EagerBackend
+    assert "it is one of 1 ranks; execution=vllm computes several with CUDA graphs" in caplog.text

@@ -1,7 +1,5 @@
 """The layers that use our product, which is interpreted on the CPU."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
@@ -10,10 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.batch import ForwardRow, build
-from engine.models.causal_lm import Shard
-from engine.models.layers.reducer import register
-from engine.models.shards import RowLinear
-from tests.engine.ranks import gloo_reducers, in_turn
 from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -22,7 +16,6 @@ from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.cuda_backend import CudaBackend
 from engine.execution.cuda.kernels import product
 from engine.models.layers.experts import experts_of
-from engine.models.shards import QuantizedRowLinear
 from tests.engine.models.layers.test_quantization import layer_of
 from tests.engine.tiny import EXPERTS, HEADS, LATENT
 
@@ -35,7 +28,7 @@ def multiplied(monkeypatch):
         product, "multiply", lambda rows, *rest, **more: counts.append(len(rows)) or multiply(rows, *rest, **more)
     )
     monkeypatch.setattr(linear, "cublas_agrees", lambda *_: True)
-    monkeypatch.setattr(linear, "_cublas", lambda rows, weight, _: rows.new_full((len(rows), len(weight)), 7.0))
+    monkeypatch.setattr(linear, "_cublas", lambda rows, weight: rows.new_full((len(rows), len(weight)), 7.0))
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
     return counts
 
@@ -84,8 +77,8 @@ def test_cublas_must_give_the_kernels_bits_for_every_number_of_rows(monkeypatch,
         seen[name].append(len(rows))
         return rows[:, :1] * weight[:, 0] + (len(rows) in wrong[name])
 
-    monkeypatch.setattr(product, "multiply", lambda rows, weight, _, **how: product_of("kernel", rows, weight))
-    monkeypatch.setattr(linear, "_cublas", lambda rows, weight, _: product_of("cublas", rows, weight))
+    monkeypatch.setattr(product, "multiply", lambda rows, weight, _: product_of("kernel", rows, weight))
+    monkeypatch.setattr(linear, "_cublas", lambda rows, weight: product_of("cublas", rows, weight))
 
     def ask(**failing):
         wrong.update({"kernel": (), "cublas": ()} | failing)
@@ -118,68 +111,26 @@ def test_quantised_layers_are_multiplied_by_the_same_product_for_any_number_of_r
     assert module[0].values is layer.values, "a thinned model shares the layer"
 
 
-@pytest.mark.parametrize("num_rows", [3, linear.MAX_KERNEL_ROWS + 1])
-def test_a_row_linear_sums_unrounded_products_whoever_multiplies(num_rows, multiplied, monkeypatch):
-    monkeypatch.setattr(linear, "_cublas", lambda rows, weight, dtype: rows.to(dtype) @ weight.to(dtype).T)
-    layer, sums = RowLinear(32, 8).half(), []
-    layer.reducer_key = register(SimpleNamespace(sum=lambda partial: sums.append(partial) or partial * 3))
-    linear.make_invariant(nn.Sequential(layer), torch.float16)
-    assert type(layer) is linear.InvariantRowLinear
-    x = torch.randn(1, num_rows, 32).half()
-    with torch.inference_mode():
-        output = layer(x)
-    assert sums[0].dtype == torch.float32
-    torch.testing.assert_close(sums[0], x.float() @ layer.weight.float().T, atol=1e-5, rtol=1e-5)
-    assert torch.equal(output, (sums[0] * 3).half() + layer.bias)
-    assert multiplied == ([num_rows] if num_rows == 3 else [])
-
-
 def attend_to_one_token(context, layer, query, key, value, params):
     """Attention in contexts of one token, exactly: the interpreter takes seconds for what the kernel would do."""
     context.layers.append(layer)
     return value.repeat_interleave(len(query) // len(value), 0).transpose(0, 1).contiguous()
 
 
-def test_logits_over_ranks_have_the_same_bits_beside_any_number_of_rows(tmp_path, monkeypatch):
-    save(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1}), tmp_path, factor=3.0)
+def test_logits_have_the_same_bits_beside_any_number_of_rows(tmp_path, monkeypatch):
+    save(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 1}), tmp_path, factor=3.0)
     monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
     monkeypatch.setattr(TritonContext, "attend", attend_to_one_token)
-    reducers = gloo_reducers(2)
-
-    def compute(reducer):
-        shard = Shard(reducer.rank, 2, reducer) if reducer else None
-        model = model_of(tmp_path, shard, dtype="float16")
-        linear.make_invariant(model.module, model.dtype)
-        backend, results = CudaBackend(model, ModelConfig("", compile="off"), EngineConfig()), []
-        for count in (1, 5, 40):
-            others = [ForwardRow([nth % 60], 0, [1 + nth], 1) for nth in range(1, count)]
-            batch = build([ForwardRow([7], 0, [1], 1), *others], backend.allocate_kv(count + 1, 16))
-            results.append(backend.run(batch).logits[0])
-        return results
-
-    (whole, *_), ranks = compute(None), in_turn(compute, reducers, reducers)
-    for logits in (row for rank in ranks for row in rank):
-        assert torch.equal(logits, ranks[0][0])
-        torch.testing.assert_close(logits, whole, atol=0.1, rtol=0.02)
-
-
-@pytest.mark.parametrize("zeros", [False, True])
-def test_a_ranks_quantised_inputs_are_multiplied_to_float32_before_the_ranks_are_summed(zeros, multiplied):
-    layer, weight = layer_of(8, groups=1, outputs=24, inputs=128, zeros=zeros)
-    row = QuantizedRowLinear(layer.values, layer.scales.half(), layer.bias.half(), layer.zeros)
-    weight = row.weight_as(torch.float16).float() if zeros else weight
-    summed = []
-    row.reducer_key = register(SimpleNamespace(sum=lambda partial: summed.append(partial) or partial * 2))
-    module = nn.Sequential(row)
-    linear.make_invariant(module, torch.float16)
-    x = torch.randn(70, 128, dtype=torch.float16) / 16
-    with torch.inference_mode():
-        result = module(x)
-        assert torch.equal(module(x[:3]), result[:3])
-    assert (multiplied, summed[0].dtype, result.dtype) == ([70, 3], torch.float32, torch.float16)
-    torch.testing.assert_close(summed[0], x.float() @ weight.T, rtol=0.001, atol=0.02)
-    torch.testing.assert_close(result, (summed[0] * 2).half() + layer.bias.half())
+    model = model_of(tmp_path, dtype="float16")
+    linear.make_invariant(model.module, model.dtype)
+    backend, results = CudaBackend(model, ModelConfig("", compile="off"), EngineConfig()), []
+    for count in (1, 5, 40):
+        others = [ForwardRow([nth % 60], 0, [1 + nth], 1) for nth in range(1, count)]
+        batch = build([ForwardRow([7], 0, [1], 1), *others], backend.allocate_kv(count + 1, 16))
+        results.append(backend.run(batch).logits[0])
+    for logits in results:
+        assert torch.equal(logits, results[0])
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("GptOss", HEADS), ("DeepseekV3", LATENT)])

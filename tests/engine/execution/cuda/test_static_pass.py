@@ -8,18 +8,14 @@ from engine.execution.batch import ForwardRow, build, next_tokens
 from engine.execution.eager import EagerBackend
 from engine.heads.head import head_model
 from engine.heads.tapped import with_head
-from engine.models.causal_lm import Shard
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 from tests.engine.heads.test_dflash import block_config
 from tests.engine.heads.tiny_heads import head_config, random_head
-from tests.engine.ranks import gloo_reducers, in_turn, on_ranks
 from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
-from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.static_pass import Outputs, Shape, Staging, StaticPass
-from tests.engine.execution.cuda.test_linear import attend_to_one_token
 
 CPU = torch.device("cpu")
 BLOCKS = [*range(1, 12)]
@@ -54,7 +50,7 @@ def prefilled(backend, seed):
 
 
 def static_pass(backend, kv, shape, width=12):
-    vocab = len(backend.model.vocab_slice)
+    vocab = backend.model.info.vocab_size
     outputs = Outputs(torch.empty(64, vocab), torch.empty(64, dtype=torch.int64))
     return StaticPass(backend.model, kv, width, shape, outputs)
 
@@ -116,32 +112,6 @@ def test_results_stay_when_the_next_pass_is_computed(backend):
     static.compute()
     assert torch.equal(first.logits, before)
     assert not torch.equal(static.output(first_batch, None).logits, before)
-
-
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_ranks_compute_a_slice_each_and_draw_the_whole_models_tokens(is_drawn, tmp_path, monkeypatch):
-    save(LlamaConfig(**SIZES), tmp_path, factor=3.0)
-    rows = [ForwardRow([token], 0, [1 + token], 1) for token in range(7)]
-    draws = draws_for(7) if is_drawn else None
-    reducers = gloo_reducers(2)
-    whole = EagerBackend(model_of(tmp_path))
-    expected = whole.run(build(rows, whole.allocate_kv(9, 16)), draws)
-    backends = on_ranks(lambda one: EagerBackend(model_of(tmp_path, Shard(one.rank, 2, one))), reducers)
-    monkeypatch.setattr(TritonContext, "attend", attend_to_one_token)
-
-    @torch.inference_mode()
-    def compute(rank):
-        kv = rank.allocate_kv(9, 16)
-        static = static_pass(rank, kv, Shape(8, 1, 0))
-        batch = build(rows, kv)
-        static.fill(batch, draws)
-        static.compute()
-        return static.output(batch, draws)
-
-    for backend, output in zip(backends, in_turn(compute, backends, reducers), strict=True):
-        assert torch.equal(output.tokens, expected.tokens)
-        ids = backend.model.vocab_slice
-        torch.testing.assert_close(output.scores, expected.scores[:, ids.start : ids.stop], atol=2e-4, rtol=0)
 
 
 PADDED = [[ForwardRow([11], 40, BLOCKS, 1)], [ForwardRow([3, 9, 4], 40, BLOCKS, 1)]]

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 
 import torch
+import transformers
 
 from engine.models.layers.experts import compute_experts
+from tests.engine.tiny import EXPERTS, LATENT, SIZES, backend_of, save
 
 
 def experts(num_experts=3, size=1):
@@ -27,3 +29,9 @@ def test_a_tokens_results_are_added_in_order_of_experts():
     assert found.item() == 0.0
     found = compute_experts(experts(), torch.ones(1, 1), torch.tensor([[0, 2, 1]]), torch.tensor([[0.5, 2.0, 1.0]]))
     assert found.item() == -1e8, "weights follow their experts"
+
+
+def test_what_transformers_keeps_in_float32_stays_so(tmp_path):
+    config = transformers.DeepseekV3Config(**SIZES | EXPERTS | LATENT | {"num_hidden_layers": 2})
+    gate = backend_of(save(config, tmp_path), dtype="bfloat16").model.module.model.layers[1].mlp.gate
+    assert (gate.e_score_correction_bias.dtype, gate.weight.dtype) == (torch.float32, torch.bfloat16)

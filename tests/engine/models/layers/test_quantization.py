@@ -15,16 +15,14 @@ from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ModelError
 from engine.execution.footprint import footprint
-from engine.models.causal_lm import Shard
 from engine.models.first_layers import first_layers
 from engine.models.layers import quantization
 from engine.models.layers.quantization import QuantizedLinear, pack_nibbles
 from engine.models.registry import open_model
 from engine.params import SamplingParams
-from tests.engine.models.test_shards import load_ranks, logits_of
-from tests.engine.ranks import AbsentOthers
+from tests.engine.models.test_shards import logits_of
 from tests.engine.running import make_engine, run
-from tests.engine.tiny import HEADS, SIZES, backend_of, model_of, save
+from tests.engine.tiny import HEADS, SIZES, backend_of, save
 
 WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 128}
 PROMPT = list(range(3, 20))
@@ -122,26 +120,6 @@ def test_a_package_that_is_missing_is_named(path, monkeypatch):
         planned(path, "int8")
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_ranks_compute_what_the_whole_model_does_with_slices_of_its_weights(name, path):
-    whole = load(path, name)
-    ranks, _ = load_ranks(path, 2, quantization=name, dtype="float32")
-    (expected,) = logits_of([whole])
-    for logits in logits_of(ranks):
-        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert ranks[0].info.num_parameters > whole.info.num_parameters / 2
-    assert planned(path, name, 2) == bytes_of(ranks[0]) - rotary_bytes(ranks[0])
-
-
-def test_what_ranks_cannot_split_is_refused_by_name(path, tmp_path):
-    save(transformers.LlamaConfig(**WIDE | {"intermediate_size": 96}), tmp_path)
-    with pytest.raises(ModelError, match=r"down_proj has 48 inputs on a rank; int4 needs a multiple of 32"):
-        model_of(str(tmp_path), Shard(0, 2, AbsentOthers()), quantization="int4")
-    mark(tmp_path, quant_method="torchao")
-    with pytest.raises(ModelError, match="saved quantised, as torchao, which is not split over tensor-parallel ranks"):
-        model_of(str(tmp_path), Shard(0, 2, AbsentOthers()))
-
-
 def mark(path, **settings):
     """Say in a model's configuration that it is saved quantised."""
     file = path / "config.json"
@@ -230,24 +208,6 @@ def test_gpt_oss_experts_stay_packed_and_compute_what_their_floats_do(tmp_path):
     assert len(packed) == 8
     assert all(torch.equal(tensors[name], stored[name]) for name in packed)
     assert planned(tmp_path) == bytes_of(backend) - rotary_bytes(backend)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "changes", "axis"),
-    [
-        pytest.param(2, {}, 2, id="two groups of 32 of every expert"),
-        pytest.param(4, {"intermediate_size": 64, "num_key_value_heads": 4}, 0, id="an expert each"),
-    ],
-)
-def test_ranks_share_experts_that_stay_packed(world_size, changes, axis, tmp_path):
-    stored = save_packed(tmp_path, tmp_path / "floats", **changes)
-    ranks, _ = load_ranks(tmp_path, world_size)
-    (expected,) = logits_of([backend_of(tmp_path)])
-    for logits in logits_of(ranks):
-        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
-    name = "model.layers.0.mlp.experts.down_proj_blocks"
-    assert torch.equal(torch.cat([rank.model.module.get_buffer(name) for rank in ranks], axis), stored[name])
-    assert 0 <= planned(tmp_path, "none", world_size) - bytes_of(ranks[1]) + rotary_bytes(ranks[1]) < 4 * 4 * 64 * 4
 
 
 def test_packed_weights_that_are_not_whole_are_refused(tmp_path):

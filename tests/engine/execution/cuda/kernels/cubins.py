@@ -88,7 +88,7 @@ def attentions(cc):
 
 def others(cc):
     """Return the kernels that draw, and that multiply by experts' weights."""
-    drawn = dict.fromkeys(("logits", "temperatures", "best", "scores"), "*fp32") | {"tokens": "*i64"}
+    drawn = dict.fromkeys(("logits", "temperatures", "best"), "*fp32") | {"tokens": "*i64"}
     drawn |= dict.fromkeys(("keys", "is_drawn", "ids", "token_ids"), "*i32") | {"output": "*fp32"}
     yield "draw of a tile", compiled(cc, draw_kernel._tile_kernel, drawn, {"TILE": 1024})
     yield "draw of a row", compiled(cc, draw_kernel._best_kernel, drawn, {"TILES": 128}, enable_fp_fusion=True)

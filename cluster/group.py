@@ -13,7 +13,7 @@ from cluster.capacity import wait_for_placement
 from cluster.config import GroupConfig, suited_to_models
 from cluster.leases import Lease, Leases, OwnDraft, keep_lease, wait_for_draft
 from cluster.memory_plan import MemoryPlan
-from cluster.placement import count_cores, make_placement, settle
+from cluster.placement import count_cores, make_placement, share_cores
 from cluster.remote_drafter import RemoteDrafter
 from cluster.remote_verifier import RemoteVerifier
 from cluster.transport import Connector
@@ -94,7 +94,7 @@ class SpeculationGroup:
         current = ray.util.get_current_placement_group()
         placement = current or make_placement(config)
         node_id = ray.get_runtime_context().get_node_id()
-        config = settle(config, placement.bundle_specs, num_cores=count_cores(node_id))
+        config = share_cores(config, placement.bundle_specs, num_cores=count_cores(node_id))
         group = cls(config, placement, Connector(node_id), target, draft, owns_placement=current is None, leases=leases)
         limit_s = config.start_timeout_s
         try:

@@ -91,7 +91,7 @@ def make_placement(config: GroupConfig) -> PlacementGroup:
     return placement
 
 
-def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
+def share_cores(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
     """Resolve `run_ahead` "auto" for these bundles, and set how many of the node's cores each model may use."""
     target_on_cpu = not bundles[-1].get("GPU")
     draft_on_cpu = config.places_draft_worker and not bundles[DRAFT_BUNDLE].get("GPU")

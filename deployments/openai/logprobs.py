@@ -110,7 +110,7 @@ def completion_logprobs(
     token_bytes: TokenBytes,
     offsets: TextOffsets,
 ) -> CompletionLogprobs:
-    """Return the next tokens' log probabilities; `prompt_logprobs` start at an echoed prompt's second token."""
+    """Return log probabilities of `tokens`, after those of an echoed prompt, which start at its second token."""
     token_ids, num_echoed = tokens.token_ids, 0
     positions: list[TokenLogprobs | None] = [*(tokens.logprobs or [])]
     if prompt_logprobs is not None:

@@ -150,7 +150,7 @@ class MessageForm:
 
     @cached_property
     def _rewrites(self) -> "tuple[re.Pattern[str], re.Pattern[str]] | re.Pattern[str] | None":
-        """Patterns that turn a call into JSON, as transformers' readers take quadratic time; None leaves it to them."""
+        """The opening and closing tag of a call that is read in linear time; None leaves it to transformers' reader."""
         calls = self.loaded.fields[CALLS]
         opening, value, closing = calls.content_args.get("tag_pattern", "").partition(_VALUE)
         if calls.content == "xml-inline" and value and calls.content_args.keys() == {"tag_pattern"}:

@@ -129,7 +129,7 @@ def refusal(configuration: Any, *, rolls_back: bool) -> str | None:
 
 
 class ModelKind:
-    """How decoder-only models are served; `refusals` and, for a draft, `draft_refusals` give reasons by feature."""
+    """How decoder-only models are served; `refusals` and, of drafts, `draft_refusals` say why a feature is not."""
 
     name = "decoder-only"
     refusals: Mapping[str, str] = {}
@@ -212,7 +212,7 @@ def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
 
 
 def _task(model_type: str) -> str:
-    """Say what transformers has an architecture for, if not for causal language models."""
+    """Return the clause of a message that says for which other task transformers has this model."""
     tasks = [task for task, names in _tasks().items() if model_type in names and task != "PRETRAINING"]
     if any(task in _TEXT_TASKS for task in tasks):
         return "whose text part has no causal language model of its own in transformers"

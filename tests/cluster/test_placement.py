@@ -18,8 +18,8 @@ from cluster.placement import (
     pool_options,
     rank_beside_draft,
     rank_options,
-    settle,
     settle_shared,
+    share_cores,
     shares_gpu,
 )
 from engine.config import EngineConfig, ModelConfig
@@ -156,7 +156,7 @@ def tree(verification: str) -> GroupConfig:
     ],
 )
 def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(config, num_gpus, num_cores, expected):
-    settled = settle(config, placement_bundles(config, num_gpus=num_gpus), num_cores=num_cores)
+    settled = share_cores(config, placement_bundles(config, num_gpus=num_gpus), num_cores=num_cores)
     assert settled.run_ahead == expected
 
 
@@ -168,7 +168,7 @@ def test_the_draft_has_one_core_and_the_target_those_that_it_leaves(run_ahead, s
     """Where they take turns, it leaves all of them; numbers from the configuration are taken."""
     models = (ModelConfig(name, num_threads=set_threads) for name in ("target", "draft"))
     config = GroupConfig(*models, tensor_parallel_size=size, run_ahead=run_ahead)
-    settled = settle(config, placement_bundles(config, num_gpus=0), num_cores=8)
+    settled = share_cores(config, placement_bundles(config, num_gpus=0), num_cores=8)
     assert settled.draft is not None
     assert (settled.draft.num_threads, settled.target.num_threads) == expected
 

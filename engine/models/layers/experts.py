@@ -63,7 +63,7 @@ ExpertsInterface.register(EXPERTS_NAME, compute_experts)
 
 
 def pack_experts(module: nn.Module) -> None:
-    """Leave room in gpt-oss on the meta device for experts' weights as saved; raise ModelError for other models."""
+    """Replace the weights of a meta gpt-oss's experts by buffers for mxfp4; raise ModelError for other models."""
     packed = [child for child in experts_of(module) if child.is_transposed and child.has_bias]
     if not packed:
         raise ModelError(f"mxfp4 is served in gpt-oss, not in {type(module).__name__}")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig, make_pair
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
 from engine.models.loader import load_model
@@ -19,6 +21,7 @@ from engine.params import SamplingParams
 from engine.protocols import Drafter, NoDrafter
 from tests.bench.workload import OWN_PROMPTS
 from tests.engine.running import drafters, make_engine, run
+from tests.fakes import InterruptedDrafter
 
 PARAMS = (
     SamplingParams(temperature=0),
@@ -63,7 +66,7 @@ def ways_to_draft(pair: Pair) -> dict[str, MakeDrafter]:
         "no draft": lambda _: NoDrafter(),
         "draft": made["a random draft"],
         "target as its own draft": made["the target itself"],
-        "running ahead": made["running ahead, a random draft"],
+        "running ahead": lambda config: InterruptedDrafter(RunAheadDrafter(DraftModel(pair.draft), config)),
         "trees": made["trees"],
     }
 

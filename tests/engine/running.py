@@ -4,7 +4,7 @@ import itertools
 import time
 from dataclasses import replace
 
-from engine.config import EngineConfig
+from engine.config import VLLM_BLOCK_SIZE, EngineConfig
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
@@ -55,12 +55,16 @@ def make_engine(
     """An engine whose draft length is fixed unless said otherwise.
 
     Args:
+        make_verifier: makes a `ModelVerifier`, or one over vLLM, whose blocks are longer.
         state_chunk: as if the model had linear layers of this chunk length.
         drafter: a function of its configuration; None is none, or that of a method that runs in the target.
     """
     defaults = {"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, "speculation": "fixed"}
     defaults["num_states"] = 100
     config = EngineConfig(**(defaults | settings))
+    if make_verifier is not ModelVerifier:
+        num_blocks = -(-config.num_blocks * config.block_size // VLLM_BLOCK_SIZE)
+        config = replace(config, block_size=VLLM_BLOCK_SIZE, num_blocks=min(num_blocks, 500))
     method = METHODS.get(config.drafting, METHODS["none"])
     verifier = make_verifier(model, config, grammars, method.make_in_target)
     if drafter is None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import BambaConfig, T5Config
 
-from engine.config import VLLM_BLOCK_SIZE
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.heads.registry import HEADS
@@ -156,16 +155,13 @@ def nearly(target_paths):
 
 
 @pytest.fixture(scope="module")
-def start(backend, nearly, make_grammars, make_verifier, execution):
+def start(backend, nearly, make_grammars, make_verifier):
     """Makes the engine of a cell."""
 
     def start(cell, **settings):
         contender = cell.contender
         settings = {"num_speculative_tokens": K, "verification": cell.rule} | SCHEDULES[cell.schedule] | settings
         method = METHODS.get(contender.method)
-        if execution == "vllm":
-            num_tokens = settings.get("num_blocks", 500) * settings.get("block_size", 16)
-            settings |= {"block_size": VLLM_BLOCK_SIZE, "num_blocks": -(-num_tokens // VLLM_BLOCK_SIZE)}
         if method is not None:
             settings["drafting"] = contender.method
             settings |= {"self_draft_layers": 1} if contender.method == "self" else {}

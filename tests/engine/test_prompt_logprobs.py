@@ -45,8 +45,8 @@ def check(found, prompt, reference):
     [{"max_num_batched_tokens": 7}, {"num_blocks": 12, "max_num_seqs": 8}],
     ids=["chunked", "preempted"],
 )
-def test_logprobs_equal_those_of_transformers(settings, target, reference):
-    engine = make_engine(target, chains(target), num_speculative_tokens=3, **settings)
+def test_logprobs_equal_those_of_transformers(settings, target, reference, make_verifier):
+    engine = make_engine(target, chains(target), make_verifier=make_verifier, num_speculative_tokens=3, **settings)
     requests = [(prompt, PARAMS) for prompt in prompts()]
     outputs = run_outputs(engine, requests)
     for i, prompt in enumerate(prompts()):
@@ -57,9 +57,9 @@ def test_logprobs_equal_those_of_transformers(settings, target, reference):
         assert engine.stats.num_preemptions > 0
 
 
-def test_prompt_logprobs_of_a_cached_prefix_are_computed(target, reference):
+def test_prompt_logprobs_of_a_cached_prefix_are_computed(target, reference, make_verifier):
     prompt = prompts()[-1]
-    engine = make_engine(target, num_speculative_tokens=0)
+    engine = make_engine(target, make_verifier=make_verifier, num_speculative_tokens=0)
     plain = replace(PARAMS, prompt_logprobs=None)
     texts = []
     for params, is_cached in ((plain, False), (PARAMS, False), (plain, True)):

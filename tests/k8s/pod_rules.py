@@ -16,6 +16,8 @@ def pod_problems(manifest: Manifest, config: AppConfig) -> Iterator[str]:
     images = {ray_container(group)["image"] for group in groups_of(cluster).values()}
     if len(images) > 1 or ":" not in next(iter(images)):
         yield f"all pods must run one image with a tag, not {sorted(images)}"
+    if config.pair.execution == "vllm" and not all(image.endswith("-vllm") for image in images):
+        yield f"there is no vLLM in {sorted(images)}"
     drain_s = max(config.drain_timeout_s, config.limits.request_timeout_s)
     for name, group in groups_of(cluster).items():
         yield from (f"group {name}: {problem}" for problem in _problems(group))

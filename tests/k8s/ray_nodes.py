@@ -100,7 +100,7 @@ def on_this_machine(config: dict[str, Any], *, port: int, keys: Path) -> dict[st
     args = dict(application["args"])
     args |= {"api_key_file": str(keys), "compile": "off", "device": "cpu"}
     if "target_model" in args:
-        args |= {"target_model": str(BUNDLED_TARGET), "draft_model": str(BUNDLED_DRAFT), "tensor_parallel_size": 2}
-        args |= {"execution": "torch"}
+        args |= {"target_model": str(BUNDLED_TARGET), "draft_model": str(BUNDLED_DRAFT), "execution": "torch"}
+        args["tensor_parallel_size"] = min(args.get("tensor_parallel_size", 1), 2)
     http = {"host": "127.0.0.1", "port": port}
     return {**config, "http_options": http, "applications": [{**application, "args": args}]}

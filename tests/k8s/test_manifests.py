@@ -84,6 +84,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("{replicas: 1}", "{replicas: 2}", "room for 1 of 2 draft workers"),
     ],
     "overlays/gpu/serve.yaml": [("device: cuda", "device: auto", "how many pods have joined")],
+    "overlays/gpu-vllm/kustomization.yaml": [("0.1.0-cuda-vllm", "0.1.0-cuda", "there is no vLLM")],
     "components/high-availability/poddisruptionbudget.yaml": [
         ("minAvailable: 1", "minAvailable: 2", "lets no pod go"),
         ("ray.io/group: target", "ray.io/group: worker", "PodDisruptionBudget paceline-target selects no pod"),

@@ -65,6 +65,8 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
         "draft_model": "/small",
         "target_quantization": "int8",
         "draft_quantization": "int4",
+        "execution": "vllm",
+        "vllm": {"seed": 7},
         "dtype": "float16",
         "kv_cache_dtype": "fp8",
         "device": "cpu",
@@ -87,10 +89,12 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
     assert all(settings[name] != setting.default for name, setting in PAIR_SETTINGS.items())
     pair = make_pair(**settings)
     loading = {"dtype": "float16", "kv_cache_dtype": "fp8", "device": "cpu", "compile": "off", "num_threads": 3}
-    assert pair.target == ModelConfig("org/big", "one", quantization="int8", **loading)
+    by_vllm = {"execution": "vllm", "vllm": settings["vllm"]}
+    assert pair.target == ModelConfig("org/big", "one", quantization="int8", **loading, **by_vllm)
     assert pair.draft == ModelConfig("/small", quantization="int4", **loading)
     assert type(pair.engine) is EngineConfig
-    assert pair.engine == EngineConfig(**{setting.name: settings[setting.name] for setting in fields(EngineSettings)})
+    bounds = {setting.name: settings[setting.name] for setting in fields(EngineSettings)}
+    assert pair.engine == EngineConfig(**bounds, block_size=VLLM_BLOCK_SIZE)
 
 
 def test_an_at_sign_in_a_directory_is_no_revision(tmp_path: Path) -> None:

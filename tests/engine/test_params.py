@@ -114,7 +114,7 @@ def test_a_wrong_value_is_refused_in_one_sentence_and_none_raises_another_error(
         ("logit_bias", {"5": 1}, "by token id"),
         ("logit_bias", {5: -100.5}, "from -100 to 100"),
         ("logit_bias", [5], "by token id"),
-        ("grammar", 5, "a grammar's text"),
+        ("grammar", 5, "texts"),
     ],
 )
 def test_wrong_types(name: str, value: Any, allowed: str) -> None:

@@ -15,8 +15,8 @@ from engine.training.new_head import HeadShape, make_head, save_head
 from engine.training.small_model import load_model
 from engine.verification.verifier import ModelVerifier
 from tests.engine.heads.test_dflash import ANCHOR, FULL, SLIDING, block_config
-from tests.engine.heads.test_eagle3 import TEXT, verify_row
-from tests.engine.heads.tiny_heads import backend_with_head, head_config
+from tests.engine.heads.test_eagle3 import TEXT
+from tests.engine.heads.tiny_heads import backend_with_head, head_config, prefill, verify_row
 
 
 @pytest.mark.parametrize("options", [["--kind", "eagle3", "--draft-vocab", "100"], ["--kind", "dspark"]])
@@ -63,8 +63,7 @@ def test_the_steps_of_serving_are_those_of_training(target_path, name):
         head.markov_head.markov_w2.weight *= 20  # it decides
     config = EngineConfig(num_blocks=20, block_size=4, drafting="head")
     verifier = ModelVerifier(backend, config, None, METHODS["head"].make_in_target)
-    run_in_process(verifier.verify([verify_row(TEXT[:-1], 0, 0)]))
-    (verdict,) = run_in_process(verifier.verify([verify_row(TEXT, 4, len(TEXT) - 1)]))
+    (verdict,) = run_in_process(verifier.verify([prefill(verifier, verify_row(TEXT, 4))]))
     drafted = verdict.draft.token_ids
     ids = torch.tensor([TEXT + drafted])
     taps, _ = read_target(AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32), head.config.taps, ids)

@@ -9,6 +9,7 @@ from engine.config import (
     BUNDLED_DRAFT,
     BUNDLED_TARGET,
     PAIR_SETTINGS,
+    VLLM_BLOCK_SIZE,
     EngineConfig,
     EngineSettings,
     ModelConfig,

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
+from tests.engine.execution.cuda.kernels.conftest import in_order  # noqa: F401 - a fixture
 from tests.gpu.acceptance import STAGES
 
 pytestmark = [
+    pytest.mark.usefixtures("in_order"),  # as on a GPU, sums do not depend on the rows beside them
     pytest.mark.skipif(torch.cuda.is_available(), reason="a dry run has no GPU"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # forks, which have no other thread's locks to fear here
 ]

@@ -33,6 +33,7 @@ class RoundLoop:
         self.drain_rate = DrainRate()
         self._wake = asyncio.Event()
         self._lost: TargetError | None = None
+        self._delivery: asyncio.Task[None] | None = None  # of earlier rounds' outputs; None until a round was sent
         self._num_failures = 0
         self._last_progress = time.monotonic()
         self._task = asyncio.create_task(self._run(), name="rounds")
@@ -125,7 +126,7 @@ class RoundLoop:
             try:
                 is_prefill = await self._engine.run_round(meanwhile=self._begin_delivery)
             except TargetError as error:
-                await self._delivery
+                await self._end_delivery()
                 await self._recover(error)
                 continue
             self._num_failures = 0
@@ -134,7 +135,7 @@ class RoundLoop:
             if is_prefill or not self._engine.has_work:  # first and last tokens do not wait for the next round
                 self._deliver()
             # Already done, unless the workers answered at once; then other tasks run here, too.
-            await self._delivery
+            await self._end_delivery()
             now = time.perf_counter()
             self._metrics.observe_round(calls, round_s=now - started, delivery_s=now - stepped, is_prefill=is_prefill)
 
@@ -145,6 +146,10 @@ class RoundLoop:
             self._deliver()
 
         self._delivery = asyncio.create_task(deliver(), name="delivery")
+
+    async def _end_delivery(self) -> None:
+        if self._delivery is not None:
+            await self._delivery
 
     def _deliver(self) -> None:
         outputs, now = self._engine.take_outputs(), time.monotonic()

@@ -225,6 +225,18 @@ async def test_a_target_that_was_restarted_computes_every_committed_token_again(
     assert rows == [(0, 3), (3, 1), (4, 1), (5, 1), (0, 6), (6, 1), (7, 1), (8, 1), (9, 1)]
 
 
+async def test_a_target_may_be_lost_before_its_first_round_is_sent(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_round = rig.engine.run_round
+
+    async def lost(meanwhile: object) -> bool:
+        monkeypatch.setattr(rig.engine, "run_round", run_round)
+        raise TargetError("gone")
+
+    monkeypatch.setattr(rig.engine, "run_round", lost)
+    assert len(await tokens(rig.loop, generation())) == 8
+    assert rig.group.num_recoveries == 1
+
+
 async def test_a_target_that_stays_lost_is_an_error_and_makes_the_replica_unhealthy(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

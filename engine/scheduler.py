@@ -141,8 +141,9 @@ class Scheduler:
                 sequence.prompt_logprobs[sequence.num_computed :] = verdict.prompt_logprobs
             sequence.num_computed += row.length + verdict.num_accepted
             if verdict.token_ids or verdict.error:
-                self.stats.observe_draft(len(verdict.draft.token_ids), verdict.num_accepted)
                 output = sequence.commit(verdict)
+                # Accepted tokens beyond the text's end are not counted; the planner learns from them nevertheless.
+                self.stats.observe_draft(output.num_draft_tokens, output.num_accepted_tokens)
                 self.stats.num_generation_tokens += len(output.token_ids)
                 self.waiting.charge(sequence, len(output.token_ids))
                 outputs.append((sequence, output))

@@ -45,7 +45,8 @@ class OverlapChoice:
         self._num_rounds += 1
         num_rows = max(1, num_rows)
         load = num_rows.bit_length()
-        if load != self._load or self._num_measured >= _SKIPPED + _WINDOW:
+        is_measured = self._num_measured >= _SKIPPED + _WINDOW and self._seconds > 0  # a clock may stand still
+        if load != self._load or is_measured:
             possible = [overlap for overlap in self._overlaps if num_rows > 1 or overlap != "alternate"]
             rates = {overlap: self.rate(overlap, num_rows, gains, is_fixed=is_fixed) for overlap in possible}
             best = self._best.setdefault(load, max(rates, key=rates.__getitem__, default="none"))

@@ -143,7 +143,8 @@ class Scheduler:
             if verdict.token_ids or verdict.error:
                 output = sequence.commit(verdict)
                 # Accepted tokens beyond the text's end are not counted; the planner learns from them nevertheless.
-                self.stats.observe_draft(output.num_draft_tokens, output.num_accepted_tokens)
+                adapter = sequence.request.params.adapter
+                self.stats.observe_draft(output.num_draft_tokens, output.num_accepted_tokens, adapter)
                 self.stats.num_generation_tokens += len(output.token_ids)
                 self.waiting.charge(sequence, len(output.token_ids))
                 outputs.append((sequence, output))

@@ -134,6 +134,9 @@ class RouterMetrics:
         yield f"{draft}_draft_tokens", "Verified draft tokens.", stats.num_draft_tokens
         yield f"{draft}_accepted_tokens", "Accepted draft tokens.", stats.num_accepted_tokens
         yield f"{draft}_accepted_tokens_per_pos", "Accepted tokens by position in the draft.", accepted, "position"
+        if by_adapter := stats.num_tokens_by_adapter:
+            text = "Draft tokens of requests with a LoRA adapter."
+            yield "paceline:adapter_draft_tokens", text, by_adapter, "adapter", "outcome"
         yield "vllm:prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens
         yield "vllm:prompt_tokens_cached", "Prompt tokens that were cached.", cached
         yield "vllm:prompt_tokens_by_source", "Prompt tokens, computed or cached.", sources, "source"

@@ -21,10 +21,15 @@ class SpeculationStats:
     num_preemptions: int = 0
     num_rounds_by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
     """By draft length and `control.plan.Reason`."""
+    num_tokens_by_adapter: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Draft tokens of requests with a LoRA adapter: by its name, those that were verified, and those accepted."""
 
-    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int, adapter: str | None = None) -> None:
         if num_draft_tokens == 0:
             return
+        if adapter is not None:
+            self.num_tokens_by_adapter[adapter, "verified"] += num_draft_tokens
+            self.num_tokens_by_adapter[adapter, "accepted"] += num_accepted_tokens
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens

@@ -71,11 +71,12 @@ def names(queue):
 
 def test_accepted_tokens_beyond_the_end_of_a_text_are_not_counted():
     scheduler = make_scheduler()
-    sequence = add(scheduler, "a", [1, 2])
+    sequence = add(scheduler, "a", [1, 2], adapter="sql")
     run_round(scheduler)
     run_round(scheduler, 4, num_accepted=4, token=END)
     assert (sequence.finish_reason, scheduler.stats.num_draft_tokens) == ("stop", 4)
     assert scheduler.stats.num_accepted_tokens_per_pos == [1, 0, 0, 0]
+    assert scheduler.stats.num_tokens_by_adapter == {("sql", "verified"): 4, ("sql", "accepted"): 1}
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget_and_has_no_draft_meanwhile():

@@ -123,6 +123,7 @@ async def test_what_drafts_state_slots_and_draft_workers_do_is_shown_where_they_
     await rig.engine.step()
     rig.engine.planner.num_draft_tokens = 3
     rig.engine.stats.num_rounds_by_length[3, "trial"] += 1
+    rig.engine.stats.observe_draft(4, 1, "sql")
     rig.remote_drafter.fallbacks["absent"] = 3
     rig.remote_drafter.features = {"bytes": 4096, "waited": 2}
     rig.remote_drafter.unprepared = {"compiled": 2}
@@ -132,6 +133,8 @@ async def test_what_drafts_state_slots_and_draft_workers_do_is_shown_where_they_
         "state_slot_usage_perc": 1 / 4,
         "num_speculative_tokens": 3,
         "rounds_by_draft_length_total 3 trial": 1,
+        "adapter_draft_tokens_total sql verified": 4,
+        "adapter_draft_tokens_total sql accepted": 1,
         "drafter_fallbacks_total absent": 3,
         "feature_bytes_total": 4096,
         "feature_waited_total": 2,

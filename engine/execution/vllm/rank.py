@@ -101,4 +101,8 @@ def _forget_names(address: str, rank: int) -> None:
 def _first_line(error: Exception) -> str:
     """Return the message of pydantic's error without its headline and its advice, or the first line of another's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[1].partition(" [type=")[0] if len(lines) > 1 and "validation error" in lines[0] else lines[0]
+    return (
+        lines[1].partition(" [type=")[0].removeprefix("Value error, ")
+        if len(lines) > 1 and "validation error" in lines[0]
+        else lines[0]
+    )

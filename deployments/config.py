@@ -7,6 +7,7 @@ only an `IngressConfig`, so a changed setting replaces only the replicas that re
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -250,23 +251,24 @@ class IngressConfig:
     share_between_keys: bool
     start_timeout_s: float
     log_format: LogFormat
-
-    @property
-    def adapters(self) -> dict[str, str | None]:
-        """The LoRA adapter by each model name that clients may send; the target's own name has none."""
-        names = self.target.vllm.get(ADAPTERS, {})
-        return {self.model_name: None, **{name: name for name in names}} | {
-            f"{self.model_name}:{name}": name for name in names
-        }
+    adapters: Mapping[str, str | None]
+    """The LoRA adapter by each model name that clients may send; the target's own name has none."""
 
 
 def ingress_config(config: AppConfig) -> IngressConfig:
     """Return the settings of an Ingress."""
     target = replace(config.settled.target, head=None)  # not loaded by an Ingress
+    own, adapters = config.model_name, dict[str, str | None]()
     for name in target.vllm.get(ADAPTERS, {}):
-        if name.partition(":")[0] == config.model_name:
-            raise ArgumentError(f"vllm: {ADAPTERS} names {name!r}, but clients call the target {config.model_name!r}")
-    return IngressConfig(target=target, verification=config.pair.verification, **_same_names(IngressConfig, config))
+        if name.partition(":")[0] == own:
+            raise ArgumentError(f"vllm: {ADAPTERS} names {name!r}, but clients call the target {own!r}")
+        adapters |= {name: name, f"{own}:{name}": name}
+    return IngressConfig(
+        target=target,
+        verification=config.pair.verification,
+        adapters={own: None, **adapters},
+        **_same_names(IngressConfig, config),
+    )
 
 
 def _same_names(section: type[GroupConfig] | type[IngressConfig], config: AppConfig) -> dict[str, Any]:

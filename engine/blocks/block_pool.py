@@ -22,13 +22,11 @@ def block_table(blocks: Iterable[int] = ()) -> BlockTable:
 def salt_digest(cache_salt: str | None, adapter: str | None = None) -> bytes:
     """Return the parent digest of the first block of requests with this salt; None counts as an empty salt.
 
-    Adapters compute different keys and values. All is hashed twice: the outer input then has 32 bytes and a block's
-    input more, so no salt gives a block's digest.
+    Adapters compute different keys and values. The salt is hashed twice: a block's input begins with what this
+    returns, and never with the inner digest, so no salt and no adapter give a block's digest.
     """
     inner = hashlib.sha256((cache_salt or "").encode()).digest()
-    if adapter is not None:
-        inner = hashlib.sha256(hashlib.sha256(inner + adapter.encode()).digest() + inner).digest()
-    return hashlib.sha256(inner).digest()
+    return hashlib.sha256(inner + (adapter or "").encode()).digest()
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:

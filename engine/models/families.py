@@ -187,7 +187,7 @@ class ServedByVllm(ModelKind):
             raise ModelError(f"{config.path} is {configuration.model_type}, an encoder-decoder, {use_torch}")
         if is_stateful or set(getattr(text, "layer_types", None) or []) - ATTENDING:
             raise ModelError(f"{config.path} is {configuration.model_type} with layers that keep a state, {use_torch}")
-        if config.path.endswith(".gguf"):
+        if (getattr(configuration, "quantization_config", None) or {}).get("quant_method") == "gguf":
             raise ModelError(f"{config.path} is a GGUF file, {use_torch}")
         if config.quantization == "int4":
             problem = "target_quantization is int4, which vLLM does not round to at load"

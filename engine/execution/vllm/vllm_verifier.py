@@ -18,7 +18,7 @@ from engine.models.loader import resolve_device, resolve_dtype
 from engine.models.source import ModelSource
 from engine.protocols import Verdict, VerifyRow
 from engine.sampling.grammar import Grammars
-from engine.verification.decider import Decider
+from engine.verification.decider import Decider, num_logits
 from engine.verification.rule import rule_of
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,7 @@ class VllmVerifier:
         for row in rows:
             end = first + 1 + len(row.draft.token_ids)
             if row.num_prompt_logprobs:
-                places = range(row.length + len(row.draft.token_ids) * row.reaches_tip)
-                wanted.append(self._runner.logits_of(row.request.request_id, places))
+                wanted.append(self._runner.logits_of(row.request.request_id, range(num_logits(row))))
             elif row.reaches_tip:
                 wanted.append(logits[first:end])
             first = end

@@ -2,7 +2,8 @@
 
 The trunk, in reading order: `protocols` (roles, messages and terms of a round), `params` (sampling parameters),
 `engine` (a step), `scheduler` (the requests of a round), `rounds` (one round in flight, or two that alternate), `llm`
-(the engine in one process), `laws` (tests of a rule or drafter), `config` (settings) and `errors` (exceptions).
+(the engine in one process), `audit` (a finished text, checked), `laws` (tests of a rule or drafter), `config`
+(settings) and `errors` (exceptions).
 
 The folders: `requests/` (admission, order and progress of requests), `blocks/` (the KV cache's blocks), `control/`
 (draft lengths), `stats/` (counters), `sampling/` (logits to tokens), `drafting/` (drafters), `verification/`

@@ -25,6 +25,7 @@ from engine.protocols import (
     ScheduledRow,
     Verifier,
     VerifyRow,
+    chain,
 )
 from engine.requests.detokenizer import Detokenizer
 from engine.requests.limits import RequestLimits
@@ -112,7 +113,8 @@ class Engine:
         Args:
             output_token_ids: tokens that another engine committed for this request. With the same seed and the coupled
                 rule, the text continues as it would have there; else it has the same distribution.
-            predicted_token_ids: the output that the client predicts, to draft from; it does not change the text.
+            predicted_token_ids: the output that the client predicts, to draft from; it does not change the text. With
+                `params.audits`, the text to audit.
             priority: a lower priority starts earlier, and is preempted later.
             owner: owners share the engine's tokens equally; see `WaitingQueue`.
 
@@ -122,6 +124,8 @@ class Engine:
         """
         params = self._limits.fit(prompt_token_ids, params, is_new=not output_token_ids)
         self._limits.check_ids("prediction", predicted_token_ids)
+        if params.audits:
+            self._limits.check_audit()
         tokens = [*prompt_token_ids, *self._start_ids]
         input_length = len(prompt_token_ids) if self._start_ids else 0
         detokenizer = None
@@ -235,17 +239,17 @@ class Engine:
 
     async def _propose(self, plan: Plan, batch: list[ScheduledRow]) -> list[Draft]:
         # Rows in prefill are included: their prompts let a drafter with run-ahead prepare the first draft.
-        speculating = [row for row in batch if plan.length_of(row.request) > 0]
-        if not speculating:
-            return [NO_DRAFT] * len(batch)
-        try:
-            proposed = await self.drafter.propose(speculating)
-            check_drafts(proposed, speculating, self.vocab_size)
-        except BaseException:
-            for row in batch:  # the drafter's state of these requests is unknown
-                self.drafter.release(row.request.request_id)
-            raise
-        drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
+        drafts = {id(row): _audited(row) for row in batch if row.request.params.audits}
+        speculating = [row for row in batch if id(row) not in drafts and plan.length_of(row.request) > 0]
+        if speculating:
+            try:
+                proposed = await self.drafter.propose(speculating)
+                check_drafts(proposed, speculating, self.vocab_size)
+            except BaseException:
+                for row in batch:  # the drafter's state of these requests is unknown
+                    self.drafter.release(row.request.request_id)
+                raise
+            drafts |= {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
         return [drafts.get(id(row), NO_DRAFT) for row in batch]
 
     def _present(self, batch: list[ScheduledRow], drafts: list[Draft]) -> tuple[list[ScheduledRow], list[VerifyRow]]:
@@ -257,3 +261,9 @@ class Engine:
     def _release(self, request_id: str) -> None:
         self.drafter.release(request_id)
         self.verifier.release(request_id)
+
+
+def _audited(row: ScheduledRow) -> Draft:
+    """Return the next tokens of the text that a request audits, as a draft."""
+    start = row.request.num_output_tokens
+    return chain(list(row.request.predicted_token_ids[start : start + row.num_draft_tokens]))

@@ -1,12 +1,13 @@
 """LLM: the engine in one process, for scripts and notebooks, with vLLM's interface."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from engine.audit import Audit, Finding, Record
 from engine.config import make_pair
 from engine.drafting.assembly import assemble
 from engine.drafting.settle import check_in_process, check_kinds, settle
@@ -148,6 +149,40 @@ class LLM:
             for request_id in pending:
                 self.engine.abort(request_id)
         return results
+
+    def audit(self, records: Iterable[Record]) -> Iterator[tuple[int, Finding]]:
+        """Yield the number and the finding of each record, as they are done, which is not in their order.
+
+        It is fastest with few requests and long drafts: `LLM(draft_model="none", num_speculative_tokens=64,
+        max_num_seqs=8)`.
+
+        Raises:
+            RequestError: this model cannot write a record's text.
+        """
+        engine, given = self.engine, enumerate(records)
+        pending: dict[str, tuple[int, Audit]] = {}
+        try:
+            while True:
+                while len(pending) < engine.config.max_num_seqs and (entry := next(given, None)) is not None:
+                    index, record = entry
+                    params = replace(record.params, audits=True, prompt_logprobs=None)
+                    if params.grammar is not None:
+                        self._grammars.check(params.grammar)
+                    engine.add(
+                        name := f"audit-{index}", record.prompt_token_ids, params, predicted_token_ids=record.token_ids
+                    )
+                    pending[name] = index, Audit(record)
+                if not pending:
+                    return
+                for output in run_in_process(engine.step()):
+                    index, audit = pending[output.request_id]
+                    if audit.append(output):
+                        engine.abort(output.request_id)
+                        del pending[output.request_id]
+                        yield index, audit.finding()
+        finally:
+            for name in pending:
+                engine.abort(name)
 
     def _add(self, prompt: Any, params: SamplingParams, pending: dict[str, CompletionOutput]) -> PromptOutput:
         match prompt:

@@ -53,6 +53,8 @@ class SamplingParams:
     """Draft `num_speculative_tokens` in every round, whatever `speculation=adaptive` chooses for other requests."""
     traces_rounds: bool = False
     """Add a `RoundTrace` to each output."""
+    audits: bool = False
+    """The text is the predicted output, and the outputs say where the target would have written another token."""
     n: int = 1
     grammar: str | None = None
     """The text must match this grammar, made by a function of `engine.sampling.grammar`."""

@@ -164,6 +164,21 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
+class Difference(NamedTuple):
+    """Where the target writes another token than the text that it audits.
+
+    Attributes:
+        position: of the token in the output.
+        token_id: the target's token.
+        margin: by how much the target's token scores higher, in log probability plus noise; inf if the text's token
+            cannot be drawn.
+    """
+
+    position: int
+    token_id: int
+    margin: float
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The tokens that a request commits in a round: the accepted draft tokens, and a recovered or bonus token.
@@ -174,6 +189,7 @@ class Verdict:
         prompt_logprobs: for the prompt tokens from `start + 1` on.
         draft: the draft that was verified.
         error: ends the request, without tokens.
+        differences: of a request that audits, whose whole draft is committed.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -182,6 +198,7 @@ class Verdict:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft: Draft = NO_DRAFT
     error: str = ""
+    differences: list[Difference] = field(default_factory=list)
 
     @property
     def num_accepted(self) -> int:
@@ -227,6 +244,7 @@ class RequestOutput:
     trace: RoundTrace | None = None
     num_predicted_tokens: int = 0
     """Accepted draft tokens that the client predicted."""
+    differences: list[Difference] = field(default_factory=list)
 
 
 class Drafter(Protocol):

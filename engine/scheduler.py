@@ -66,7 +66,7 @@ class Scheduler:
     @property
     def decoding(self) -> list[Request]:
         """The requests of the next round that can get drafts: their prompts are computed."""
-        return [sequence.request for sequence in self._cohort if sequence.is_decoding]
+        return [s.request for s in self._cohort if s.is_decoding and not s.request.params.audits]
 
     @property
     def has_prompts(self) -> bool:
@@ -101,9 +101,7 @@ class Scheduler:
             cohort.sort(key=lambda s: -1 if s.is_decoding else order.index(s))
         self._lacks_blocks = False
         for sequence in cohort:
-            if budget <= 0:
-                break
-            if sequence not in self.running:  # preempted for an earlier row
+            if budget < _fewest_tokens(sequence) or sequence not in self.running:  # preempted for an earlier row
                 continue
             row = self._row(sequence, budget, plan, longest)
             if self._reserve(sequence, row, rows):
@@ -112,7 +110,8 @@ class Scheduler:
                 longest -= max(0, row.num_draft_tokens - k)
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs and len(rows) < self._share:
             first = self.waiting.first_besides({sequence.owner for sequence in self.running}) or self.waiting.first
-            if self._lacks_blocks or (admitted := self._admit(first, budget, plan)) is None:
+            has_room = not self._lacks_blocks and budget >= _fewest_tokens(first)
+            if not has_room or (admitted := self._admit(first, budget, plan)) is None:
                 self._lacks_blocks = True
                 break
             rows.append(admitted)
@@ -143,9 +142,10 @@ class Scheduler:
             if verdict.token_ids or verdict.error:
                 output = sequence.commit(verdict)
                 # Accepted tokens beyond the text's end are not counted; the planner learns from them nevertheless.
-                adapter = sequence.request.params.adapter
-                self.stats.observe_draft(output.num_draft_tokens, output.num_accepted_tokens, adapter)
-                self.stats.num_generation_tokens += len(output.token_ids)
+                params = sequence.request.params
+                if not params.audits:
+                    self.stats.observe_draft(output.num_draft_tokens, output.num_accepted_tokens, params.adapter)
+                    self.stats.num_generation_tokens += len(output.token_ids)
                 self.waiting.charge(sequence, len(output.token_ids))
                 outputs.append((sequence, output))
             self._publish(sequence)
@@ -181,16 +181,19 @@ class Scheduler:
         return [sequence for sequence in self.running if id(sequence.request) in requests]
 
     def _row(self, sequence: Sequence, budget: int, plan: Plan, longest: int) -> ScheduledRow:
-        length = min(sequence.num_uncomputed, budget)
-        length = self.extras.row_length(sequence.request, sequence.num_computed, length)
-        num_draft_tokens = 0
-        if sequence.is_decoding:
+        num_draft_tokens, request = 0, sequence.request
+        num_audited = len(request.predicted_token_ids) - request.num_output_tokens if request.params.audits else 0
+        length = min(sequence.num_uncomputed, budget - 1 if num_audited else budget)
+        length = self.extras.row_length(request, sequence.num_computed, length)
+        context = min(sequence.num_remaining, self._max_model_len - len(request.token_ids))
+        if num_audited and length == sequence.num_uncomputed:
+            # The pass must not draw a token that is audited; the last of these is followed by no other.
+            num_draft_tokens = min(num_audited, longest, context, max(1, budget - length))
+        elif sequence.is_decoding and not request.params.audits:
             # A draft must leave room for the recovered or bonus token.
-            context = self._max_model_len - len(sequence.request.token_ids)
-            room = min(sequence.num_remaining, context, budget) - 1
-            num_draft_tokens = max(0, min(plan.length_of(sequence.request), longest, room))
+            num_draft_tokens = max(0, min(plan.length_of(request), longest, min(context, budget) - 1))
         return ScheduledRow(
-            sequence.request,
+            request,
             num_draft_tokens,
             sequence.num_computed,
             length,
@@ -281,3 +284,8 @@ class Scheduler:
             parent = sequence.digests[-1] if sequence.digests else sequence.request.salt
             sequence.digests.append(block_digest(parent, token_ids[index * size : (index + 1) * size]))
             self.pool.publish(sequence.block_ids[index], sequence.digests[-1])
+
+
+def _fewest_tokens(sequence: Sequence) -> int:
+    """Return the fewest tokens of a row: where a request audits a text, it must have one of these, too."""
+    return 2 if sequence.request.params.audits else 1

@@ -95,7 +95,9 @@ class Planner:
         for row, verdict in zip(batch, verdicts, strict=True):
             num_tokens += row.length + len(verdict.draft.token_ids)
             num_prompt_tokens += row.length - 1
-            if row.num_draft_tokens:
+            if row.request.params.audits:
+                num_prompt_tokens += row.num_draft_tokens  # it takes the time of a prompt, and says nothing of drafts
+            elif row.num_draft_tokens:
                 is_copy = row.request.request_id in plan.copies
                 history = self.survival.history(row.request, is_copy=is_copy or verdict.draft.is_predicted)
                 self.survival.observe(history, verdict.draft, verdict.path)

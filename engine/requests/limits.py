@@ -14,6 +14,7 @@ class RequestLimits:
     """The limits of an engine; `max_model_len` is the most tokens of prompt and text, without a start token."""
 
     def __init__(self, config: EngineConfig, target: ModelInfo, num_blocks: int) -> None:
+        self._config = config
         num_start_ids = int(target.start_id is not None)
         longest = target.max_model_len
         self.max_model_len = min(config.max_model_len or longest, longest - num_start_ids)
@@ -70,6 +71,16 @@ class RequestLimits:
             # The client has them if the request has output; asking again would rule out cached blocks.
             prompt_logprobs=params.prompt_logprobs if is_new else None,
         )
+
+    def check_audit(self) -> None:
+        """Raise RequestError unless texts are made by seed alone, and a pass can verify more than one token."""
+        if (rule := self._config.verification) != "coupled":
+            raise RequestError(
+                f"verification is {rule}; an audit needs coupled, whose texts depend on no draft", "audits"
+            )
+        for name, least in (("num_speculative_tokens", 1), ("max_num_batched_tokens", 2)):
+            if (value := getattr(self._config, name)) < least:
+                raise RequestError(f"{name} is {value}; an audit needs {least} at least", "audits")
 
     def check_ids(self, name: str, ids: Collection[int]) -> None:
         if bad := [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < self._vocab_size]:

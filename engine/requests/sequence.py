@@ -86,6 +86,7 @@ class Sequence:
             prompt_logprobs=prompt_logprobs,
             trace=trace,
             num_predicted_tokens=num_accepted if draft.is_predicted else 0,
+            differences=verdict.differences,
         )
 
     def decode(self, output: RequestOutput) -> None:

@@ -6,13 +6,13 @@ temperature, min_p, top_k, top_p. Penalties and grammar see the committed tokens
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engine.params import SamplingParams
-from engine.protocols import Request
+from engine.protocols import Difference, Request
 from engine.sampling import noise
 from engine.sampling.grammar import Matcher
 from engine.sampling.noise import Draws
@@ -30,6 +30,7 @@ class Run:
     end_ids: Sequence[int] = ()  # end-of-text and stop ids, forbidden before min_tokens
     matcher: Matcher | None = None
     seeds: Sequence[int] = ()  # per row, the seed outside the target's stream; empty: this round's
+    differences: list[Difference] = field(default_factory=list)  # what `coupled` finds, if the request audits
 
     @property
     def params(self) -> SamplingParams:

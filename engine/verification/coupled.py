@@ -7,11 +7,12 @@ without Communication and Drafter-Invariant Speculative Decoding").
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from engine.protocols import Draft
-from engine.sampling.logits import Run, draw, needs_shaping, shape
+from engine.protocols import Difference, Draft
+from engine.sampling.logits import Run, draw, needs_shaping, noised, shape
 from engine.sampling.top_tokens import copied
 
 
@@ -19,8 +20,9 @@ def decide(
     logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
 ) -> list[tuple[list[int], list[int]]]:
     """Draw the target's token at every row, and walk each draft along them; see `rule.Decide`."""
-    if drawn is None:
-        drawn = draw(shape(logits, runs), runs).tolist()
+    if is_shaped := drawn is None:
+        logits = shape(logits, runs)
+        drawn = draw(logits, runs).tolist()
     elif any(needs_shaping(run.params) for run in runs):
         ends = itertools.accumulate(len(run.depths) for run in runs)
         shaped = [(run, end) for run, end in zip(runs, ends, strict=True) if needs_shaping(run.params)]
@@ -30,8 +32,17 @@ def decide(
             rows, draw(shape(logits[copied(rows, logits.device)], shaped_runs), shaped_runs).tolist(), strict=True
         ):
             drawn[row] = token
-    tokens = iter(drawn)
-    return [walk(draft, list(itertools.islice(tokens, 1 + len(draft.token_ids)))) for draft in drafts]
+    decisions, start = [], 0
+    for run, draft in zip(runs, drafts, strict=True):
+        end = start + 1 + len(draft.token_ids)
+        if run.params.audits and draft.token_ids:
+            run.differences += _differences(logits[start:end], run, draft, drawn[start:end], is_shaped=is_shaped)
+            # The last token is committed as if it followed a draft without it: the next round computes it.
+            decisions.append((draft.token_ids, list(range(len(draft.token_ids) - 1))))
+        else:
+            decisions.append(walk(draft, drawn[start:end]))
+        start = end
+    return decisions
 
 
 def walk(draft: Draft, drawn: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -47,3 +58,21 @@ def walk(draft: Draft, drawn: Sequence[int]) -> tuple[list[int], list[int]]:
         path.append(node)
         tokens.append(token)
     return tokens, path
+
+
+def _differences(logits: Tensor, run: Run, draft: Draft, drawn: Sequence[int], *, is_shaped: bool) -> list[Difference]:
+    """Compare a text, which is a chain, with the tokens drawn at its rows."""
+    rows = [row for row, token in enumerate(draft.token_ids) if token != drawn[row]]
+    if not rows:
+        return []
+    there = replace(
+        run, depths=[run.depths[row] for row in rows], paths=[run.paths[row] for row in rows] if run.paths else ()
+    )
+    shaped = logits[copied(rows, logits.device)]
+    scores = noised(shaped if is_shaped else shape(shaped, [there]), [there])
+    tokens = copied([*(drawn[row] for row in rows), *(draft.token_ids[row] for row in rows)], logits.device)
+    own, text = scores.gather(-1, tokens.view(2, -1).T).unbind(-1)
+    first = run.request.num_output_tokens
+    return [
+        Difference(first + row, drawn[row], margin) for row, margin in zip(rows, (own - text).tolist(), strict=True)
+    ]

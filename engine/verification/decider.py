@@ -50,10 +50,11 @@ class Decider:
             if raw is not None and (count := row.request.params.logprobs) is not None:
                 rows_used = [start, *(start + 1 + node for node in path)]
                 logprobs = _logprobs(raw[rows_used], tokens, count)
-            verdicts[i] = Verdict(tokens, path, logprobs, verdicts[i].prompt_logprobs, row.draft)
+            prompt_logprobs = verdicts[i].prompt_logprobs
+            verdicts[i] = Verdict(tokens, path, logprobs, prompt_logprobs, row.draft, differences=run.differences)
             if run.matcher is not None and run.matcher.error:
                 message = f"the grammar is too complex to be followed any further ({run.matcher.error}); simplify it"
-                verdicts[i] = Verdict(prompt_logprobs=verdicts[i].prompt_logprobs, draft=row.draft, error=message)
+                verdicts[i] = Verdict(prompt_logprobs=prompt_logprobs, draft=row.draft, error=message)
             start += 1 + len(row.draft.token_ids)
         return verdicts
 

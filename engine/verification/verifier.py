@@ -71,7 +71,7 @@ class ModelVerifier:
         if self._decider.rule.shares_noise and len(params) == len(batch.logit_indices):
             positions = [len(request.token_ids) + depth for request, depth in nodes]
             (draws,) = plan_draws(params, positions, self._kv.input_device)
-            batch.needs_logits = any(needs_shaping(row) or row.logprobs is not None for row in params)
+            batch.needs_logits = any(needs_shaping(p) or p.logprobs is not None or p.audits for p in params)
         return self.backend.run(batch, draws), draws is not None
 
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:

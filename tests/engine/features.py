@@ -43,6 +43,7 @@ class Output:
         self.text = "".join(output.text for output in rounds)
         self.reasons = rounds[-1].finish_reason, rounds[-1].stop_reason
         self.logprobs = [entry for output in rounds for entry in output.logprobs or []]
+        self.differences = [entry for output in rounds for entry in output.differences]
 
     def check_equal(self, other):
         assert (self.token_ids, self.text, self.reasons) == (other.token_ids, other.text, other.reasons)

@@ -16,6 +16,7 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.heads.registry import HEADS
 from engine.verification.rule import RULES
+from tests.engine.conftest import VOCAB
 from tests.engine.features import Output
 from tests.engine.features import requests as feature_requests
 from tests.engine.heads.cold_starts import KINDS, SPOILED, backend_of_kind
@@ -244,7 +245,8 @@ async def written(start, cell, requests, predicted):
             engine = start(cell)
             for name, request in requests.items():
                 if not rounds[name] or rounds[name][-1].finish_reason is None:
-                    add(engine, name, request, cell, Output(rounds[name]).token_ids if rounds[name] else ())
+                    resumed = Output(rounds[name]).token_ids if rounds[name] else ()
+                    add(engine, name, request, cell, resumed, predicted.get(name, ()))
         if cell.schedule == "unshared":
             for cache in caches(engine):
                 cache[list(engine.scheduler.pool._free)] = 50.0
@@ -294,9 +296,23 @@ async def test_nothing_changes_what_a_client_sees(cell, start, requests_to, plai
     predicted = {
         name: [token ^ (nth % 2) for nth, token in enumerate(expected[name].token_ids)] for name in [*requests][::5]
     }
+    changed = {}
+    if RULES[cell.rule].shares_noise:  # some audit their text, and one a text with a wrong token
+        audited = [*requests][2::5]
+        predicted |= {name: expected[name].token_ids for name in audited}
+        requests |= {name: (requests[name][0], replace(requests[name][1], audits=True)) for name in audited}
+        text = predicted[audited[0]]
+        middle = len(text) // 2
+        changed[audited[0]] = middle, text[middle]
+        predicted[audited[0]] = [*text[:middle], (text[middle] + 2) % VOCAB, *text[middle + 1 :]]
     engine, outputs = await written(start, cell, requests, predicted)
     for name, output in outputs.items():
-        output.check_equal(expected[name])
+        if name in changed:
+            assert output.differences[0][:2] == changed[name]
+            assert output.differences[0].margin > 0
+        else:
+            output.check_equal(expected[name])
+            assert not output.differences
     if cell.loss != "the engine dies":
         is_good = cell.contender.method not in ("none", *FAKES) and not cell.contender.head.endswith(tuple(SPOILED))
         assert (engine.stats.num_preemptions > 0) or cell.schedule != "preempted"

@@ -105,6 +105,7 @@ class LLM:
             num_blocks=verifier.num_blocks,
             tokenizer=self.tokenizer,
         )
+        self.target = verifier.backend.info
         self.stats = self.engine.stats
         verifier.backend.warm_up()
         if draft is not None:

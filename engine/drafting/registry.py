@@ -75,6 +75,13 @@ def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     return RunAheadDrafter(draft, config) if draft.run_ahead else ModelDrafter(draft, config)
 
 
+def _head_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
+    from engine.drafting.model.block_model_drafter import BlockModelDrafter
+
+    assert draft is not None
+    return BlockModelDrafter(draft, config) if draft.backend.model.drafts_blocks else _model_drafter(config, draft)
+
+
 def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     from engine.drafting.trees.run_ahead_trees import RunAheadTreeDrafter
     from engine.drafting.trees.sampled_tree import SampledTreeDrafter
@@ -127,7 +134,7 @@ METHODS: Mapping[str, Method] = {
     "head_tree": _IN_TARGET(
         make_in_target=partial(_target_drafter, trees=True), drafts_with="head", drafts_trees=True, rules=("coupled",)
     ),
-    "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True, drafts_with="head"),
+    "head_worker": Method("draft", _head_drafter, runs_ahead=_CHAIN_RULES, reads_features=True, drafts_with="head"),
     "mtp": _IN_TARGET(drafts_with="target_head"),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),

@@ -13,7 +13,7 @@ from engine.config import EngineConfig, ModelConfig, PairConfig
 from engine.drafting.registry import METHODS, Method, method_of
 from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.execution.vllm.arguments import check_arguments
-from engine.heads.config import BLOCK_KINDS, kind_of, verifier_of
+from engine.heads.config import drafts_blocks, kind_of, verifier_of
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
 
@@ -131,8 +131,8 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
     """
     if (head := target.head) is not None:
         target.refuse("heads")
-        if kind_of(head.settings) in BLOCK_KINDS and (method.drafts_trees or method.reads_features):
-            raise ModelError(f"the head {head.path} drafts blocks, as only drafting=head can")
+        if method.drafts_trees and drafts_blocks(head):
+            raise ModelError(f"the head {head.path} drafts blocks; drafting must be head or head_worker")
         verifier = PairConfig(target_model=verifier_of(head.settings) or target.path).target.path
         if Path(verifier).name != Path(target.path).name:
             logger.warning("the head %s was trained for %s; the target is %s", head.path, verifier, target.path)

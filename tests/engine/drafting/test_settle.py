@@ -206,10 +206,10 @@ def test_a_head_and_its_target_are_checked(head, tmp_path, caplog):
     block.mkdir()
     (block / "config.json").write_text('{"speculators_model_type": "dflash"}')
     blocks = open_model(ModelConfig(str(other), head=str(block)))
-    check_kinds(blocks, None, METHODS["head"])
-    for name in ("head_tree", "head_worker"):
-        with pytest.raises(ModelError, match=r"the head .*block drafts blocks, as only drafting=head can"):
-            check_kinds(blocks, None, METHODS[name])
+    for name in ("head", "head_worker"):
+        check_kinds(blocks, None, METHODS[name])
+    with pytest.raises(ModelError, match=r"the head .*block drafts blocks; drafting must be head or head_worker"):
+        check_kinds(blocks, None, METHODS["head_tree"])
     (other / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ModelError, match="other is an encoder-decoder, which no trained head reads"):
         check_kinds(open_model(ModelConfig(str(other), head=head)), None, METHODS["head"])

@@ -36,7 +36,7 @@ class AuditReport:
     """The places of records that could not be checked, by reason."""
     margins: list[float] = field(default_factory=list)
     differing: list[tuple[float, str]] = field(default_factory=list)
-    """The margin and the words of the first difference of each text."""
+    """The margin and the words of the first difference of each text that counts."""
     fingerprints: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, place: str, record: Record | str, outcome: AuditBody | str) -> None:
@@ -54,7 +54,7 @@ class AuditReport:
         self.num_tokens += sum(choice.num_tokens for choice in choices)
         self.writing_s += record.seconds or 0.0
         self.margins += [each.margin for choice in choices for each in choice.differences]
-        self.differing += [_first(place, choice) for choice in unequal]
+        self.differing += [_first(place, choice, self.near) for choice in unequal]
         self.fingerprints.add((outcome.recorded_fingerprint or "an unknown server", outcome.system_fingerprint))
 
     @property
@@ -75,7 +75,7 @@ class AuditReport:
         yield ", ".join(f"{self.counts[name]} {name}" for name in ("equal", "near", "different", "not checked"))
         for reason, places in self.reasons.items():
             yield f"not checked: {len(places)}, the first at {places[0]}: {reason}"
-        for _, words in sorted(self.differing)[:NUM_SHOWN]:
+        for _, words in sorted(self.differing, reverse=True)[:NUM_SHOWN]:
             yield f"different: {words}"
         if len(self.differing) > NUM_SHOWN:
             yield f"different: {len(self.differing) - NUM_SHOWN} more"
@@ -85,14 +85,14 @@ class AuditReport:
             yield f"margins from 1e{power:+03d} {bar} {count}"
 
 
-def _first(place: str, choice: AuditedChoice) -> tuple[float, str]:
+def _first(place: str, choice: AuditedChoice, near: float) -> tuple[float, str]:
     where = f"{place}, choice {choice.index}"
-    if not choice.differences:
+    first = next((each for each in choice.differences if each.margin > near), None)
+    if first is None:
         apart = f"log probabilities are up to {choice.logprobs_apart:g} apart"
         return math.inf, f"{where}: {'; '.join(choice.problems) or apart}"
-    first = choice.differences[0]
     pair = f"{first.token_id} {first.token!r}, the target writes {first.target_token_id} {first.target_token!r}"
-    return first.margin, f"{where}, token {first.position}: {pair}, margin {first.margin:.2g}"
+    return first.margin, f"{where}, token {first.position}: {pair}, margin {first.margin:.4g}"
 
 
 def audit_files(source: Path, audit: Auditor, near: float) -> int:

@@ -55,13 +55,18 @@ def test_the_report_names_speeds_servers_reasons_places_and_margins() -> None:
         "written by fp_0, audited by fp_1",
         "1 equal, 0 near, 3 different, 2 not checked",
         "not checked: 2, the first at a.jsonl:3: no seed",
-        "different: a.jsonl:1, choice 0, token 3: 5 '<5>', the target writes 6 '<6>', margin 2e-05",
+        "different: a.jsonl:5, choice 0, token 2: 7 '<7>', the target writes 8 '<8>', margin 9999",
         "different: a.jsonl:0, choice 0, token 2: 7 '<7>', the target writes 8 '<8>', margin 1.5",
-        "different: a.jsonl:5, choice 0, token 2: 7 '<7>', the target writes 8 '<8>', margin 1e+04",
+        "different: a.jsonl:1, choice 0, token 3: 5 '<5>', the target writes 6 '<6>', margin 2e-05",
         f"margins from 1e-05 {'#' * 40} 2",
         f"margins from 1e+00 {'#' * 20} 1",
         f"margins from 1e+03 {'#' * 20} 1",
     ]
+
+
+def test_a_near_tie_before_a_difference_is_not_its_place() -> None:
+    lines = report_of(audit_body([difference(1, 5, 6, 0.0001), FAR]), near=0.01).lines(1.0)
+    assert any("choice 0, token 2: 7" in line for line in lines)
 
 
 def test_files_are_audited_and_the_report_printed(

@@ -71,7 +71,7 @@ def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSourc
     check_kinds(target, draft, config.method)
     if config.run_ahead == "on":
         target.refuse("run_ahead")
-        if draft is not None:
-            draft.refuse_to_draft("run_ahead")
-    refusals = {*target.kind.refusals, *(draft.kind.draft_refusals if draft is not None else ())}
+        for each in draft.drafts if draft else ():
+            each.refuse_to_draft("run_ahead")
+    refusals = {*target.kind.refusals}.union(*(each.kind.draft_refusals for each in (draft.drafts if draft else ())))
     return replace(config, run_ahead="off") if "run_ahead" in refusals else config

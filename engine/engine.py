@@ -238,6 +238,8 @@ class Engine:
         speculating = [row for row in batch if plan.length_of(row.request) > 0]
         if not speculating:
             return [NO_DRAFT] * len(batch)
+        for row in speculating:
+            row.draft_index = self.planner.survival.choose_draft(row.request)
         try:
             proposed = await self.drafter.propose(speculating)
             check_drafts(proposed, speculating, self.vocab_size)

@@ -2,5 +2,5 @@
 
 In reading order: `draft_model` (what drafters take), `translated` (a draft with another tokenizer), `draft_cache` (its
 keys and values), `feature_store` and `feature_cache` (the target's features), `next_tokens` (how likely
-each token is), `token_drawer` (draws tokens pass by pass) and `chain_drafter`.
+each token is), `token_drawer` (draws tokens pass by pass), `chain_drafter` and `several` (drafts by several models).
 """

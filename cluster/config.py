@@ -78,7 +78,7 @@ def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSourc
                 "run_ahead is on, but the head drafts blocks, which need the verdict; set run_ahead to off"
             )
         target.refuse("run_ahead")
-        if draft is not None:
-            draft.refuse_to_draft("run_ahead")
-    refusals = {*target.kind.refusals, *(draft.kind.draft_refusals if draft is not None else ())}
+        for each in draft.drafts if draft else ():
+            each.refuse_to_draft("run_ahead")
+    refusals = {*target.kind.refusals}.union(*(each.kind.draft_refusals for each in (draft.drafts if draft else ())))
     return config if drafts_ahead and "run_ahead" not in refusals else replace(config, run_ahead="off")

@@ -5,7 +5,7 @@ imports the method's file when it is called, because the Router needs no torch t
 elsewhere is named by its import path: a `Method`, or a class of drafters for the Router, made of an `EngineConfig`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.predicted import PredictionCopier
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.several import SeveralDrafters
 from engine.errors import ConfigError
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
 
@@ -52,6 +53,12 @@ class Method:
     reads_features: bool = False  # a head in the draft worker drafts, and the target sends features
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
     drafts_with: Literal["head", "target_head", "target_layers"] | None = None
+
+    def drafter_of(self, config: EngineConfig, drafts: Sequence[DraftModel]) -> Drafter:
+        """Return a drafter of these models, one or several; of no model, if the method loads none."""
+        if len(drafts) > 1:
+            return SeveralDrafters([self.make(config, draft) for draft in drafts])
+        return self.make(config, drafts[0] if drafts else None)
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
         """Return the drafter that the engine calls, given `make`'s drafter or a link; it copies predictions, too."""

@@ -41,7 +41,7 @@ def settle(pair: PairConfig) -> Settled:
     method without drafts gets k = 0; if the settings ask for k = 0, speculation is off, and predictions are not copied.
     """
     draft, model = pair.draft, f"draft_model is {pair.draft_model!r}"
-    settings = _settings_of(draft)
+    settings, *others = [{}] if draft is None else map(_settings_of, open_model(draft).drafts)
     has_head = kind_of(settings) is not None
     if has_head and pair.drafting == "auto":
         pair = replace(pair, drafting="head")
@@ -49,6 +49,8 @@ def settle(pair: PairConfig) -> Settled:
     # Even if nothing is drafted, a head is checked and names the target.
     drafting, wanted, method = pair.drafting, method_of(pair.drafting), method_of(name)
     needs_head = wanted.drafts_with == "head"
+    if others and (needs_head or has_head or any(map(kind_of, others))):
+        raise ConfigError(f"{model}, several drafts, but a trained head drafts alone")
     if needs_head and (draft is None or (settings and not has_head)):
         raise ConfigError(f"drafting is {drafting!r}, but {model}, which is no trained head")
     if has_head and not needs_head and method.runs_in == "draft":
@@ -74,6 +76,7 @@ def settle(pair: PairConfig) -> Settled:
         drafting=name,
         num_speculative_tokens=pair.num_speculative_tokens if method.proposes else 0,
         speculation=pair.speculation if pair.num_speculative_tokens else "off",
+        num_drafts=1 + len(others) if method.runs_in == "draft" else 1,
     )
     if method.reads_features:
         draft = replace(target, head_only=True)
@@ -136,24 +139,25 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
         verifier = PairConfig(target_model=verifier_of(head.settings) or target.path).target.path
         if Path(verifier).name != Path(target.path).name:
             logger.warning("the head %s was trained for %s; the target is %s", head.path, verifier, target.path)
-    elif draft is not None and kind_of(draft.settings):
-        raise ModelError(f"{draft.path} is a trained head; drafting must be {', '.join(_HEAD_METHODS)}")
-    elif draft is not None and draft.kind.name != target.kind.name:
-        kinds = f"the target {target.path} is {target.kind.name}, the draft {draft.path} is {draft.kind.name}"
-        raise ModelMismatchError(f"{kinds}; both must be of the same kind")
+    for each in [] if head is not None or draft is None else draft.drafts:
+        if kind_of(each.settings):
+            raise ModelError(f"{each.path} is a trained head; drafting must be {', '.join(_HEAD_METHODS)}")
+        if each.kind.name != target.kind.name:
+            kinds = f"the target {target.path} is {target.kind.name}, the draft {each.path} is {each.kind.name}"
+            raise ModelMismatchError(f"{kinds}; both must be of the same kind")
     if method.drafts_trees:
         target.refuse("trees")
-        if draft is not None and method.runs_in == "draft":
-            draft.refuse_to_draft("trees")
+        for each in [] if draft is None or method.runs_in != "draft" else draft.drafts:
+            each.refuse_to_draft("trees")
     if method.runs_in == "target":
         target.refuse("self-drafts")
     if method.reads_features:
         target.refuse("features")
 
 
-def _settings_of(model: ModelConfig | None) -> Mapping[str, Any]:
+def _settings_of(model: ModelSource) -> Mapping[str, Any]:
     """Return a model's config.json; empty if it is not on this machine."""
     try:
-        return {} if model is None else open_model(model).settings
+        return model.settings
     except ModelError:
         return {}

@@ -46,6 +46,14 @@ class Survey:
     footprint: Footprint
 
 
+def together(models: Sequence[Footprint]) -> Footprint:
+    """Return the footprint of models that one worker loads."""
+    added = ("weight_bytes", "workspace_bytes", "kv_token_bytes", "state_bytes")
+    sums = {name: sum(getattr(model, name) for model in models) for name in added}
+    names, longest = " and ".join(model.name for model in models), max(model.max_model_len for model in models)
+    return Footprint(names, max_model_len=longest, **sums)
+
+
 class CacheSize(NamedTuple):
     """The KV blocks and state slots of a worker, without block 0 and slot 0."""
 

@@ -73,11 +73,11 @@ class Group:
         self.features.put("another request", 0, 0, memoryview(b""), dtype="float32", row_bytes=128)  # so drafts wait
         source = open_model(replace(self.target, head_only=True))
         engine = replace(self.engine_config, num_blocks=64)
-        draft = assemble(open_model(self.target), source, engine).load_draft(
+        [draft] = assemble(open_model(self.target), source, engine).load_drafts(
             run_ahead=self.run_ahead, features=self.features
         )
         self.draft_info = draft.backend.info
-        self.link = FakeLink(queue_worker(DraftQueue(draft, engine, capacity=16, is_shared=False)))
+        self.link = FakeLink(queue_worker(DraftQueue([draft], engine, capacity=16, is_shared=False)))
         self.drafter.connect(self.link, [].append)
         await self.introduce()
 

@@ -283,6 +283,8 @@ class Ingress:
         request, owner, salt = writer.request, arrival.preparation.owner, writer.request.cache_salt
         if owner and not self.config.share_between_keys:
             salt = f"{owner}/{salt or ''}"  # a salt that other owners cannot send
+        if params.learning_group is not None:
+            params = replace(params, learning_group=owner)
         if source is not None:
             params = replace(params, grammar=await self._compiler.compile(source, salt))
         ids, seed = event_ids(writer, params, arrival.last_event_id, is_seeded=self.config.verification in SEEDED_RULES)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from engine.config import EngineConfig, ModelConfig
@@ -14,6 +15,7 @@ from engine.protocols import Overlap
 
 LogFormat = Literal["text", "json"]
 RunAhead = Literal["auto", "on", "off"]
+DraftLearning = Literal["off", "on"]
 
 DRAFT_CORES = 1
 """Cores of a draft on a CPU. The target's ranks share all cores, or all others where the draft runs ahead of them."""
@@ -32,6 +34,9 @@ class GroupConfig:
     """Whether the draft worker runs ahead; auto: if each model has a device or cores of its own."""
     draft_pool: bool = False
     """Whether the draft worker belongs to a pool that other groups share, so that none is placed with this group."""
+    draft_learning: DraftLearning = "off"
+    draft_learning_share: float = 0.5
+    draft_learning_path: Path | None = None
     tensor_parallel_size: int = 1
     target_label_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels that the nodes of the target's ranks and of the Router replica must have."""

@@ -69,7 +69,7 @@ class SpeculationGroup:
         self._owns_placement = owns_placement
         self._connector = connector
         self._versions = itertools.count(1)
-        self._memory_plan = MemoryPlan(config.engine)
+        self._memory_plan = MemoryPlan(config.engine, config.draft_learning)
         self._target: WorkerSet | None = None
         self._own_draft = OwnDraft(self._start_draft, config.hang_timeout_s) if config.places_draft_worker else None
         self._leases = leases or self._own_draft

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.execution.memory import CacheSize, Survey, plan_cache
+from engine.execution.memory import CacheSize, Survey, plan_cache, with_learner
 
 Located = tuple[str, Survey]
 """A node id, and a survey made there."""
@@ -22,8 +22,8 @@ class MemoryPlan:
     Restarted workers get caches of the same size, because the engine's block tables outlive the target's ranks.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, draft_learning: str = "off") -> None:
+        self._config, self._draft_learning = config, draft_learning
         self._sizes: dict[str, CacheSize] = {}
         self._has_target = asyncio.Event()
         if config.num_blocks is not None:
@@ -42,7 +42,8 @@ class MemoryPlan:
         if not self.knows("target"):
             length = min(survey.footprint.max_model_len for _, survey in target)
             self._config = replace(self._config, max_model_len=length)  # the draft's may be longer, and is not needed
-            self._sizes |= plan_devices({"target": target, **({"draft": draft} if draft else {})}, self._config)
+            drafts = {"draft": self._with_learner(draft)} if draft else {}
+            self._sizes |= plan_devices({"target": target, **drafts}, self._config)
             self._has_target.set()
         return self._sizes["target"]
 
@@ -53,8 +54,12 @@ class MemoryPlan:
         """
         await self._has_target.wait()
         if not self.knows("draft"):
-            self._sizes |= plan_devices({"draft": surveys}, self._config)
+            self._sizes |= plan_devices({"draft": self._with_learner(surveys)}, self._config)
         return self._sizes["draft"]
+
+    def _with_learner(self, draft: Sequence[Located]) -> list[Located]:
+        learning = self._draft_learning
+        return [(node, replace(s, footprint=with_learner(s.footprint, learning))) for node, s in draft]
 
 
 def plan_devices(surveys: Mapping[str, Sequence[Located]], config: EngineConfig) -> dict[str, CacheSize]:

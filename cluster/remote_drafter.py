@@ -44,6 +44,7 @@ class RemoteDrafter:
         self.calls = Calls()
         self.unprepared: dict[str, int] = {}
         self.features: dict[str, int] = {}
+        self.learning: dict[str, float] = {}
         self.run_ahead: RunAheadStats | None = None
         self._num_hits = self._num_misses = 0
         self.vocab_size = vocab_size
@@ -86,7 +87,7 @@ class RemoteDrafter:
             return [NO_DRAFT] * len(rows)
         self._times.observe((), seconds)
         self.calls.compute_s += reply.compute_s
-        self.unprepared, self.features = reply.unprepared, reply.features
+        self.unprepared, self.features, self.learning = reply.unprepared, reply.features, reply.learning
         if reply.run_ahead is not None:
             self._observe(reply.run_ahead)
         return reply.drafts

@@ -25,9 +25,9 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.config import GroupConfig, LogFormat, RunAhead
+from cluster.config import DraftLearning, GroupConfig, LogFormat, RunAhead
 from engine.config import BUNDLED_TARGET, PAIR_SETTINGS, ModelConfig, PairConfig, complaint, unknown_argument
-from engine.drafting.settle import Settled, check_run_ahead, settle
+from engine.drafting.settle import Settled, check_learning, check_run_ahead, settle
 from engine.errors import ConfigError
 from engine.execution.vllm.arguments import ADAPTERS
 
@@ -141,6 +141,13 @@ class AppConfig(BaseModel):
     run_ahead: RunAhead = "auto"
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off; auto is on where
     each model has a device or cores of its own."""
+    draft_learning: DraftLearning = "off"
+    """on: while it is idle, the draft worker trains its draft model on the texts that it drafts for, and then drafts with
+    what it has learned; the text does not change. All who share the worker share what it learned."""
+    draft_learning_share: float = Field(0.5, gt=0, le=1)
+    """Share of the draft worker's idle time in which it may learn."""
+    draft_learning_path: Annotated[Path | None, OrNone] = None
+    """A file on the draft worker's node that keeps what was learned; none drops it when the worker ends."""
     round_timeout_s: float = Field(60.0, gt=0)
     """Seconds that a round waits for the target, at most, before the target counts as lost and is restarted; once eight
     rounds like it were measured, 20 times the longest, but no less than 5 s. A replica that finishes no round for twice
@@ -203,6 +210,8 @@ class AppConfig(BaseModel):
             settings = ", ".join(f"{name} is {getattr(self.pair, name)}" for name in names)
             why = "its head reads what one target computes" if method.reads_features else "no draft worker is needed"
             raise ConfigError(f"draft_pool is set, but {settings}: {why}")
+        if self.draft_learning == "on":
+            check_learning(self.settled.engine)
         return self
 
     @classmethod
@@ -245,6 +254,7 @@ def pool_config(group: GroupConfig) -> GroupConfig:
     """Return the settings that a pool's draft worker reads; of the target it reads only files."""
     target = ModelConfig(group.target.path, group.target.revision, execution=group.target.execution)
     names = "draft engine run_ahead draft_pool draft_label_selector hang_timeout_s start_timeout_s log_format"
+    names += " draft_learning draft_learning_share draft_learning_path"
     return GroupConfig(target, **{name: getattr(group, name) for name in names.split()})
 
 
@@ -305,4 +315,10 @@ def api_keys(config: AppConfig) -> tuple[str, ...]:
     keys += os.environ.get(API_KEY_VARIABLE, "").split()
     if any(not key.isascii() or not key.isprintable() or not key for key in keys):
         raise ArgumentError("api_keys: a key is empty or holds characters that no header can carry")
-    return tuple(dict.fromkeys(keys))
+    keys = list(dict.fromkeys(keys))
+    if config.draft_learning == "on" and len(keys) > 1 and not config.share_between_keys:
+        raise ArgumentError(
+            f"draft_learning is on with {len(keys)} api_keys, which share what the draft learns from their texts; "
+            "set share_between_keys=true to allow it"
+        )
+    return tuple(keys)

@@ -60,6 +60,8 @@ class SamplingParams:
     """The text must match this grammar, made by a function of `engine.sampling.grammar`."""
     adapter: str | None = None
     """The LoRA adapter with which the target writes; drafts are made without it."""
+    learning_group: str | None = None
+    """The requests with which a draft that learns judges this text; None: it never learns from it."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):

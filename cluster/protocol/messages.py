@@ -104,12 +104,15 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Drafts(Reply, tag="drafts", frozen=True):
-    """A draft per row; `unprepared` are the counters of `Preparation`, `features` the counters of `FeatureStore`."""
+    """A draft per row; `unprepared` are the counters of `Preparation`, `features` those of `FeatureStore`, `learning`
+    those of `Study`.
+    """
 
     drafts: list[Draft]
     run_ahead: RunAheadStats | None = None
     unprepared: dict[str, int] = {}
     features: dict[str, int] = {}
+    learning: dict[str, float] = {}
 
 
 class Verdicts(Reply, tag="verdicts", frozen=True):

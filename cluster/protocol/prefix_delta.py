@@ -26,11 +26,19 @@ class PrefixTable:
     """Worker side: at most `capacity` prefixes by request id; the least recently used are evicted first.
 
     Only `update` changes the `token_ids` of its requests. The same deltas in the same order give the same table, so a
-    target's ranks agree without communicating. `forget` is called with `owner` + id of whatever is released or evicted.
+    target's ranks agree without communicating. `forget` is called with `owner` + id of whatever is released or evicted,
+    `ended` before that with a request that is released.
     """
 
-    def __init__(self, capacity: int, forget: Callable[[str], None], *, owner: str = "") -> None:
-        self._capacity, self._owner = capacity, owner
+    def __init__(
+        self,
+        capacity: int,
+        forget: Callable[[str], None],
+        *,
+        owner: str = "",
+        ended: Callable[[Request], None] = lambda _: None,
+    ) -> None:
+        self._capacity, self._owner, self._ended = capacity, owner, ended
         self._forget: Callable[[str], None] = lambda request_id: forget(owner + request_id)
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
 
@@ -43,7 +51,8 @@ class PrefixTable:
         Returns the ids of deltas that continue no held prefix; if there are any, no delta is applied.
         """
         for request_id in released:
-            self._prefixes.pop(request_id, None)
+            if (prefix := self._prefixes.pop(request_id, None)) is not None:
+                self._ended(prefix.request)
             self._forget(request_id)
         missing = [delta.request_id for delta in deltas if not self._continues(delta)]
         if not missing:

@@ -21,6 +21,7 @@ import torch
 from cluster.protocol.messages import AnyReply, AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose
 from cluster.protocol.prefix_delta import PrefixTable
 from engine.config import EngineConfig
+from engine.drafting.learning.study import Study
 from engine.drafting.model.draft_cache import MAX_TAIL, CachedPrefix, DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
@@ -84,9 +85,13 @@ class DraftQueue:
         *,
         capacity: int,
         is_shared: bool = True,
+        study: Study | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Make the caches that `engine` plans; `capacity` is the most requests of a group whose texts are kept."""
+        """Make the caches that `engine` plans; `capacity` is the most requests of a group whose texts are kept.
+
+        A draft that learns has a `study`; there is then no other draft.
+        """
         method, chunk = method_of(engine.drafting), engine.max_num_batched_tokens
         # A group that has the worker to itself waits for nobody, so its drafter catches up with whole texts.
         chunk = min(CHUNK, chunk) if is_shared else chunk
@@ -100,7 +105,7 @@ class DraftQueue:
             cache.choose_victim = partial(self._choose_victim, cache)
             method.make(engine, self._drafts[index])  # plans the chains of run-ahead, which the warm-up then prepares
         self.num_proposals = self.num_batches = 0
-        self._capacity, self._clock = capacity, clock
+        self._capacity, self._clock, self._study, self._is_shared = capacity, clock, study, is_shared
         self._groups: dict[int, _Group] = {}
         self._waiting: list[_Proposal] = []
 
@@ -134,13 +139,16 @@ class DraftQueue:
                     for text, entry in zip(texts, request.rows, strict=True)
                 ]
                 self._waiting.append(_Proposal(group, request, rows, self._clock() + request.deadline_s, answer))
+                if self._study is not None:
+                    self._study.watch.observe([row.request for row in rows])
 
     def _join(self, version: int) -> _Group:
         made = [self._make(self._engine, draft) for draft in self._drafts if draft.run_ahead]
         aheads = [drafter for drafter in made if isinstance(drafter, PassesAhead)]
         for ahead in aheads:
             ahead.stats = aheads[0].stats
-        table = PrefixTable(self._capacity, self._forget, owner=f"{version}/")
+        ended = {} if self._study is None else {"ended": self._study.ended}
+        table = PrefixTable(self._capacity, self._forget, owner=f"{version}/", **ended)
         group = self._groups[version] = _Group(table, aheads)
         return group
 
@@ -150,6 +158,7 @@ class DraftQueue:
         in_time = [proposal for proposal in self._waiting if proposal.due > now]  # nobody waits for later drafts
         self._waiting = sorted(in_time, key=lambda proposal: proposal.due)
         if not self._waiting:
+            self._take_weights()
             return self._run_ahead()
         lagging = [proposal for proposal in self._waiting if self._lacking(proposal)] if len(self._groups) > 1 else []
         if ready := [proposal for proposal in self._waiting if proposal not in lagging]:
@@ -216,6 +225,8 @@ class DraftQueue:
             proposal.drafts += islice(drafts, counts[proposal])
             if not proposal.missing:
                 self.num_proposals += 1
+                if self._study is not None:
+                    self._study.watch.drafted(proposal.rows, proposal.drafts)
                 self._reply(proposal, self._drafts_of(proposal))
         for ahead in aheads:
             ahead.settle()  # it must not hold blocks for an answer while a request of its group is evicted
@@ -228,8 +239,20 @@ class DraftQueue:
         request, aheads = proposal.request, proposal.group.aheads
         stats, features = aheads[0].stats if aheads else None, self._drafts[0].features
         counts = {} if features is None else features.counts
-        seconds = proposal.compute_s
-        return Drafts(request.round, request.version, seconds, proposal.drafts, stats, PREPARATION.counts, counts)
+        learned = {} if self._study is None or self._is_shared else self._study.counts  # a pool's worker tells itself
+        common = request.round, request.version, proposal.compute_s, proposal.drafts
+        return Drafts(*common, stats, PREPARATION.counts, counts, learned)
+
+    def _take_weights(self) -> None:
+        """Let learned weights take over, while nothing waits and nothing is compiled with the former ones."""
+        backend = self._drafts[0].backend
+        if self._study is None or backend.compiling or (weights := self._study.taken()) is None:
+            return
+        self._end_passes()
+        backend.wait()
+        backend.assign(weights)
+        for name in list(self.caches[0].prefixes):  # whose keys and values are of the former weights
+            self._forget(name)
 
     def _run_ahead(self) -> bool:
         """Launch the next shared pass ahead, unless a pass is under way; return whether groups have time for more."""

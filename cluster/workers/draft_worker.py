@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,12 @@ from cluster.protocol.messages import AnyRequest
 from cluster.transport import Endpoint, Listener, Server
 from cluster.workers.actors import Worker, importing
 from engine.config import ModelInfo
-from engine.errors import TargetError
-from engine.execution.memory import CacheSize, plan_cache
+from engine.errors import ModelError, TargetError
+from engine.execution.memory import CacheSize, plan_cache, with_learner
 
 if TYPE_CHECKING:
     from cluster.workers.draft_queue import DraftQueue
+    from engine.drafting.learning.study import Study
     from engine.drafting.model.feature_store import FeatureStore
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,8 @@ class DraftWorker(Worker):
         self._num_leases = 0
         self._lock = threading.Lock()
         self._is_closing = False
-        self._used = self._noted = 0.0
+        self._study: Study | None = None
+        self._used = self._noted = self._drafted_s = 0.0
         self._working_since: float | None = None
 
     def load(self, cache: CacheSize | None = None) -> ModelInfo:
@@ -82,21 +85,33 @@ class DraftWorker(Worker):
         with importing():
             from cluster.workers.draft_queue import DraftQueue
             from engine.drafting.assembly import assemble
+            from engine.drafting.learning.learner import Learner
+            from engine.drafting.learning.study import Study
             from engine.drafting.model.feature_store import FeatureStore
 
         config = self._config
         assert config.draft is not None, "every method of a draft worker loads a model"
         if cache is None:
             surveyed = self.survey(config.draft)
-            cache = plan_cache(surveyed.free_bytes, [surveyed.footprint], self._engine, device=surveyed.device)
+            footprint = with_learner(surveyed.footprint, config.draft_learning)
+            cache = plan_cache(surveyed.free_bytes, [footprint], self._engine, device=surveyed.device)
         self._engine, self._features = replace(self._engine, **cache._asdict()), FeatureStore()
         source, target = self._open(config.draft), self._open(config.target)
         assembly = assemble(target, source, self._engine)
         drafts = assembly.load_drafts(run_ahead=config.run_ahead == "on", features=self._features)
         self._backends = [draft.backend for draft in drafts]
-        self._queue = DraftQueue(
-            drafts, self._engine, capacity=4 * config.engine.max_num_seqs, is_shared=self._max_groups > 1
-        )
+        if config.draft_learning == "on":
+            if assembly.shared_ids is not None:
+                raise ModelError(f"draft_learning is on, but {config.draft.path} has another tokenizer than the target")
+            self._study = Study(
+                Learner(drafts[0].backend, config.engine.num_speculative_tokens),
+                share=config.draft_learning_share,
+                path=config.draft_learning_path,
+                draft=source.digest,
+                drafted_s=lambda: self._drafted_s,
+            )
+        capacity, is_shared = 4 * config.engine.max_num_seqs, self._max_groups > 1
+        self._queue = DraftQueue(drafts, self._engine, capacity=capacity, is_shared=is_shared, study=self._study)
         for backend in self._backends:
             backend.warm_up()
         return self._backends[0].info
@@ -154,6 +169,11 @@ class DraftWorker(Worker):
     def num_passes(self) -> int:
         return self._queue.num_batches
 
+    @property
+    def learned(self) -> Mapping[str, float]:
+        """The counters of learning; empty without."""
+        return {} if self._study is None else self._study.counts
+
     def check(self) -> None:
         """Raise TargetError if a pass of the model hangs."""
         since, limit_s = self._working_since, self._config.hang_timeout_s
@@ -176,6 +196,8 @@ class DraftWorker(Worker):
         assert self._backends, "load comes first"
         for backend in self._backends:
             backend.enter_thread()
+        if self._study is not None:
+            self._study.start()
         try:
             self._server.serve(self._work)
         finally:
@@ -183,6 +205,8 @@ class DraftWorker(Worker):
 
     def close(self) -> None:
         self._is_closing = True
+        if self._study is not None:
+            self._study.close()
         self._server.close()
 
     @property
@@ -200,6 +224,7 @@ class DraftWorker(Worker):
         self._forget_ended()
         is_working = self._queue.step()
         now = time.monotonic()
+        self._drafted_s += now - started
         self._used, self._noted = self.utilisation + 1 - math.exp((started - now) / _USED_S), now
         self._working_since = None
         return is_working

@@ -71,6 +71,14 @@ def _draft_findings(rounds: Mapping[tuple[str, ...], float], metrics: Metrics) -
         accepted = metrics.by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position")
         rates = [f"{accepted[key] / num_drafts:.0%}" for key in sorted(accepted, key=lambda key: int(key[0]))]
         yield Finding("ok", "acceptance", f"by position {', '.join(rates) or 'none'}")
+    if swaps := metrics.by("paceline:draft_learning_swaps_total", "outcome"):
+        counts = ", ".join(f"{count:.0f} {outcome}" for (outcome,), count in swaps.items())
+        added = metrics.by("paceline:draft_learning_accepted_tokens", "weights")
+        num_tokens = metrics.total("paceline:draft_learning_tokens_total")
+        learned = f"{num_tokens:,.0f} tokens learned, swaps: {counts}"
+        if loaded := added.get(("loaded",)):  # sums over workers
+            learned += f"; drafts of held-out texts add {added['learned',] / loaded - 1:+.0%} tokens"
+        yield Finding("ok", "draft learning", learned)
 
 
 def _decode(

@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -269,14 +270,16 @@ class Ingress:
             num_speculative_tokens=self._reader.model.num_speculative_tokens,
             predicted_token_ids=read.predicted_token_ids,
         )
-        writer = begin(reply, read)
+        writer, params = begin(reply, read), read.params
+        if params.learning_group is not None:
+            params = replace(params, learning_group=arrival.preparation.owner)
         is_seeded = self.config.verification in SEEDED_RULES
-        ids, seed = event_ids(writer, read.params, arrival.last_event_id, is_seeded=is_seeded)
+        ids, seed = event_ids(writer, params, arrival.last_event_id, is_seeded=is_seeded)
         generation = Generation(
             # Not the answer's id: another Ingress may have begun the answer.
             request_id=secrets.token_hex(16) if arrival.last_event_id else writer.reply.id,
             prompts=read.prompts,
-            params=read.params,
+            params=params,
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=salt,
             interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,

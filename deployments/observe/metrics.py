@@ -55,6 +55,23 @@ _FEATURES = {
 }
 
 
+def learning_metrics(counts: Mapping[str, float]) -> list[Metric]:
+    """Return the metrics of a draft that learns, from the counters of `Study`; none if it does not."""
+    if not counts:
+        return []
+    name, weights = "paceline:draft_learning", {"loaded": "accepted_before", "learned": "accepted_after"}
+    swaps = {outcome: counts[outcome] for outcome in ("taken", "dropped", "undone")}
+    accepted = {label: counts[key] for label, key in weights.items()}
+    text = "Tokens that a draft would add to held-out texts, with the loaded and with the learned weights, when judged."
+    rows: list[_Row] = [
+        (f"{name}_tokens", "Tokens that the draft has learned from.", counts["tokens"]),
+        (f"{name}_steps", "Steps of its optimiser.", counts["steps"]),
+        (f"{name}_swaps", "Learned weights that took over, or were dropped; and those undone.", swaps, "outcome"),
+    ]
+    gauge = [(f"{name}_accepted_tokens", text, accepted, "weights")]
+    return [*_families(CounterMetricFamily, rows), *_families(GaugeMetricFamily, gauge)]
+
+
 class RouterMetrics:
     """The metrics of one Router, its engine and its workers."""
 
@@ -121,7 +138,8 @@ class RouterMetrics:
         for outcome, wait_s in self._run_ahead_wait_s.items():
             waits.add_metric([outcome], wait_s.cumulative[-1], wait_s.total)
         rows = [*_families(CounterMetricFamily, self._counters()), *_families(GaugeMetricFamily, self._gauges())]
-        return [*rows, *starmap(_histogram, self._distributions()), waits]
+        learning = learning_metrics(self._drafter.learning)
+        return [*rows, *starmap(_histogram, self._distributions()), waits, *learning]
 
     def _counters(self) -> Iterator[_Row]:
         stats, cached = self._engine.stats, self._engine.stats.num_cached_prompt_tokens

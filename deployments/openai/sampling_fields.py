@@ -53,6 +53,8 @@ class Speculation(RequestModel):
     """Draft tokens per round, at most the server's own."""
     fixed: bool | None = None
     """Draft that many in every round, whatever the server measures; without a number, as many as the server allows."""
+    learn: bool | None = None
+    """false: with draft_learning, the draft does not learn from this text; nor does it with a cache_salt."""
     metrics: Literal["none", "summary", "detailed"] | None = None
     """Acceptance figures in the response, as `metrics.speculative_decoding`."""
     trace: bool | None = None

@@ -43,6 +43,7 @@ def sampling_params(request: Request, model: ModelLimits, *, max_n: int) -> Samp
         logprobs = _or(request.top_logprobs, 0)
     echoed = logprobs if isinstance(request, CompletionRequest) and request.echo else None
     scored = [count for count in (echoed, request.prompt_logprobs) if count is not None]
+    is_private = request.cache_salt is not None or (request.speculative and request.speculative.learn is False)
     same = {name: getattr(request, name) for name in SAME_IN_BOTH}
     return SamplingParams(
         **{name: value for name, value in same.items() if value is not None},
@@ -55,6 +56,7 @@ def sampling_params(request: Request, model: ModelLimits, *, max_n: int) -> Samp
         num_speculative_tokens=_draft_length(request, model),
         fixes_draft_length=bool(request.speculative and request.speculative.fixed),
         traces_rounds=bool(request.speculative and request.speculative.trace),
+        learning_group=None if is_private else "",
     )
 
 

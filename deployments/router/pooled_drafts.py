@@ -17,7 +17,7 @@ from cluster.leases import Lease
 from cluster.placement import settle_shared
 from cluster.workers.draft_worker import DraftWorker
 from deployments.observe.logs import in_background, limited_start, set_log_format
-from deployments.observe.metrics import ReplicaMetrics
+from deployments.observe.metrics import ReplicaMetrics, learning_metrics
 from deployments.ray_internals import bind_replica
 from deployments.routing.client import ask_all
 from deployments.wire import ANSWER_S, UTILISATION
@@ -82,7 +82,7 @@ class Drafts:
             CounterMetricFamily(f"{name}_passes", passes, worker.num_passes),
             CounterMetricFamily(f"{name}_proposals", "Proposals that it answered.", worker.num_proposals),
         ]
-        return ReplicaMetrics(self._id, metrics)
+        return ReplicaMetrics(self._id, [*metrics, *learning_metrics(worker.learned)])
 
     async def check_health(self) -> None:
         """Serve's health check: replace a replica whose worker has ended or hangs."""

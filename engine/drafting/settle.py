@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.config import EngineConfig, ModelConfig, PairConfig
+from engine.config import SEEDED_RULES, EngineConfig, ModelConfig, PairConfig
 from engine.drafting.registry import METHODS, Method, method_of
 from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.execution.vllm.arguments import check_arguments
@@ -124,6 +124,16 @@ def check_run_ahead(engine: EngineConfig, run_ahead: str) -> None:
     if run_ahead == "on" and method.proposes and engine.verification not in method.runs_ahead:
         methods = f"drafting is {engine.drafting!r} and verification {engine.verification!r}"
         raise ConfigError(f"run_ahead is on, but {methods}: then drafts are made only after the verdict is known")
+
+
+def check_learning(engine: EngineConfig) -> None:
+    """Raise ConfigError unless the settled method drafts with a whole model in a draft worker, by a seeded rule."""
+    method = method_of(engine.drafting)
+    settings = f"draft_learning is on, but drafting is {engine.drafting!r} and verification {engine.verification!r}"
+    if method.runs_in != "draft" or method.reads_features:
+        raise ConfigError(f"{settings}: no draft model of a draft worker drafts")
+    if engine.verification not in SEEDED_RULES:
+        raise ConfigError(f"{settings}: it learns from the noise that drafts share with the text, as with coupled")
 
 
 def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) -> None:

@@ -1,6 +1,6 @@
 """Backend: a loaded model on a device, as drafters and verifiers use it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -115,6 +115,13 @@ class Backend(Protocol):
         """Start preparing faster passes, once all models and KV caches are allocated, and all chains planned.
 
         This includes the models of `beside`. Without `compile_missing`, only cached packages are used.
+        """
+        ...
+
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        """Write weights in place by the names of the loaded parameters; passes, packages and graphs then read them.
+
+        No pass may be under way, and no package may be compiling.
         """
         ...
 

@@ -1,5 +1,6 @@
 """EagerBackend: runs passes operator by operator on any torch device."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -63,6 +64,13 @@ class EagerBackend:
     def compiling(self) -> list[CompileProgress]:
         """Nothing is compiled in the background."""
         return []
+
+    @torch.inference_mode()
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        """Write weights in place; see `Backend.assign`."""
+        parameters: dict[str, Tensor] = dict(self.model.module.named_parameters())
+        for name, weight in weights.items():
+            parameters[name].copy_(weight)
 
     def allocate_kv(self, num_blocks: int, block_size: int, num_slots: int = 0, depth: int = 0) -> KVTensors:
         """Allocate a KV cache for this model; see `Backend.allocate_kv`."""

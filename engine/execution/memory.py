@@ -5,7 +5,7 @@ states of linear layers take at most half of that fraction. The Router imports t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.config import EngineConfig
@@ -14,6 +14,8 @@ from engine.errors import ModelError
 GPU_FRACTION = 0.9
 CPU_FRACTION = 0.5
 """Default fractions of the remaining memory for KV blocks; a CPU's is lower, because other processes share it."""
+LEARNER_COPIES = 12
+"""Weights, gradients, averages and two moments in float32, and the former weights, over the weights in 16 bits."""
 SCRIPT_TOKENS = 256
 """Tokens per request in the default KV cache of an `LLM` on a CPU, because a notebook needs the rest of the memory. The
 cache always has room for a request of full length."""
@@ -52,6 +54,11 @@ def together(models: Sequence[Footprint]) -> Footprint:
     sums = {name: sum(getattr(model, name) for model in models) for name in added}
     names, longest = " and ".join(model.name for model in models), max(model.max_model_len for model in models)
     return Footprint(names, max_model_len=longest, **sums)
+
+
+def with_learner(draft: Footprint, learning: str) -> Footprint:
+    """Return the footprint of a draft model with what it takes to learn, if `draft_learning` is on."""
+    return replace(draft, weight_bytes=draft.weight_bytes * (1 + LEARNER_COPIES)) if learning == "on" else draft
 
 
 class CacheSize(NamedTuple):

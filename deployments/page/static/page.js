@@ -6,7 +6,8 @@ const $ = (id) => document.getElementById(id);
 const fields = $("composer").elements, live = $("live");
 const RETRIED = [429, 502, 503, 504], MAX_TRIES = 60, POLL_MS = 2000, DRAW_MS = 40, MAX_TURNS = 20;
 const SAMPLES = ["Up betimes and to my office,", "Call me Ishmael.", "It is a truth universally acknowledged,"];
-let model = "", turns = [], running = null, before = null, speeds = [];
+let model = "", turns = [], running = null, before = null, speeds = [], swaps = [];
+const hour = new Map(), SWAPS = "paceline:draft_learning_swaps_total"; // of minutes: accepted percents, draft tokens
 
 class Refused extends Error {}
 const quiet = (textContent, onclick) => el("button", { type: "button", className: "quiet", textContent, onclick });
@@ -227,6 +228,7 @@ async function poll() {
   const now = { at: performance.now() }, replicas = new Set();
   for (const [, name, labels, value] of metrics.matchAll(/^([\w:]+)\{([^}]*)\} (\S+)$/gm)) {
     replicas.add(/replica="([^"]*)"/.exec(labels)?.[1]);
+    if (name === SWAPS && labels.includes('"dropped"')) continue;
     if (!labels.includes('phase="prefill"')) now[name] = (now[name] ?? 0) + Number(value);
   }
   const since = (name) => (now[name] < before?.[name] ? now[name] : now[name] - (before?.[name] ?? 0)) || 0;
@@ -241,6 +243,13 @@ async function poll() {
   const drafted = since("vllm:spec_decode_num_draft_tokens_total");
   const share = Math.round((100 * since("vllm:spec_decode_num_accepted_tokens_total")) / drafted);
   speeds.push(before ? (1000 * since("vllm:generation_tokens_total")) / (now.at - before.at) : 0);
+  const minute = Math.floor(Date.now() / 60_000), x = (at) => 240 - 4 * (minute - at);
+  const [accepted, of] = hour.get(minute) ?? [0, 0];
+  if (drafted) hour.set(minute, [accepted + share * drafted, of + drafted]);
+  if (before && since(SWAPS)) swaps.push(minute);
+  const points = [...hour].map(([at, [sum, count]]) => `${x(at)},${42 - (0.4 * sum) / count}`);
+  $("accepted").setAttribute("points", points.join(" "));
+  $("swaps").setAttribute("d", swaps.map((at) => `M${x(at)} 0V44`).join(""));
   const most = Math.max(...(speeds = speeds.slice(-60)), 1);
   $("speed").setAttribute("points", speeds.map((value, index) => `${index * 4},${42 - (40 * value) / most}`).join(" "));
   const seconds = Math.max(0, ...routers.map(({ compiling }) => compiling?.left_s ?? 0));

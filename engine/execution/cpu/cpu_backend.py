@@ -1,14 +1,18 @@
 """CpuBackend: compiled passes, packed 16-bit weights, and a number of threads for each pass."""
 
 import functools
+import itertools
 import logging
 import time
 import timeit
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from engine.config import CompileProgress
 from engine.execution.backend import Part, PassOutput
@@ -25,7 +29,7 @@ from engine.execution.cpu.compilation.compiled_forward import (
     samples,
 )
 from engine.execution.cpu.host import num_threads
-from engine.execution.cpu.kernels.panel_linear import pack_large_model
+from engine.execution.cpu.kernels.panel_linear import PanelLinear, pack_large_model
 from engine.execution.eager import EagerBackend
 from engine.execution.forward_row import ForwardRow
 from engine.execution.kv_tensors import KVTensors
@@ -73,6 +77,18 @@ class CpuBackend(EagerBackend):
         logits = compiled.in_pieces(batch)
         scores = logits if draws is None else noise.noised_logits(logits, draws)
         return PassOutput(logits, scores, scores.argmax(-1))
+
+    @torch.inference_mode()
+    def assign(self, weights: Mapping[str, Tensor]) -> None:
+        """Write weights in place; see `Backend.assign`."""
+        steps = [self._step.module] if "_step" in self.__dict__ else []
+        for module, (name, weight) in itertools.product({self.model.module, *steps}, weights.items()):
+            layer, _, parameter = name.rpartition(".")
+            owner: Any = module.get_submodule(layer)
+            if isinstance(owner, PanelLinear) and parameter == "weight":
+                owner.refill(weight)
+            else:
+                getattr(owner, parameter).copy_(weight)
 
     @property
     def compiling(self) -> list[CompileProgress]:

@@ -1,5 +1,6 @@
 """Several groups over one draft: the order, what is drafted together, and that nobody's drafts depend on the others."""
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,18 +19,28 @@ from cluster.protocol.messages import (
     ProposeEntry,
     Verify,
 )
+from cluster.remote_drafter import RemoteDrafter
 from cluster.workers.draft_queue import CHUNK, DraftQueue, share_rows
 from engine.config import EngineConfig
+from engine.drafting.learning.learner import Learner
+from engine.drafting.learning.swap_watch import SwapWatch
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import TOP_M
 from engine.drafting.model.translated import TranslatedBackend
+from engine.engine import Engine
 from engine.params import SamplingParams
+from engine.protocols import NoDrafter
 from engine.verification.decider import paths
-from tests.engine.conftest import VOCAB
+from engine.verification.verifier import ModelVerifier
+from tests.cluster.fakes import FakeLink, queue_worker
+from tests.engine.conftest import VOCAB, save_llama
+from tests.engine.drafting.learning.texts import changed
 from tests.engine.drafting.model.test_translated import Foreign
 from tests.engine.drafting.proposing import Counting, Failing, check, context_model, propose, row, target_path
+from tests.engine.tiny import backend_of
+from tests.fakes import ContextModel
 
 K = 4
 MODEL, *OTHERS = (context_model(seed) for seed in (1, 2, 3))
@@ -59,17 +70,19 @@ class Rig:
         num_drafts: int = 1,
         is_shared: bool = True,
         is_translated=False,
+        study: "Scripted | None" = None,
+        model=MODEL,
         **settings: object,
     ) -> None:
         options = {"num_blocks": 1000, "block_size": 4, "max_num_seqs": 8, "num_speculative_tokens": K} | settings
         self.config = EngineConfig(**options)
-        self.model = Failing(MODEL)
+        self.model = Failing(model)
         self.clock = Clock(self.model)
         foreign = Foreign(self.model, ORDER)
-        model = TranslatedBackend(foreign, MODEL.info, ORDER, torch.arange(VOCAB)) if is_translated else self.model
-        draft = DraftModel(model, VOCAB, run_ahead=run_ahead)
-        drafts = [draft, *(DraftModel(model, VOCAB, run_ahead=run_ahead) for model in OTHERS[: num_drafts - 1])]
-        self.queue = DraftQueue(drafts, self.config, capacity=64, is_shared=is_shared, clock=self.clock)
+        backend = TranslatedBackend(foreign, MODEL.info, ORDER, torch.arange(VOCAB)) if is_translated else self.model
+        draft, options = DraftModel(backend, VOCAB, run_ahead=run_ahead), {"is_shared": is_shared, "study": study}
+        drafts = [draft, *(DraftModel(other, VOCAB, run_ahead=run_ahead) for other in OTHERS[: num_drafts - 1])]
+        self.queue = DraftQueue(drafts, self.config, capacity=64, clock=self.clock, **options)
         self.replies: dict[int, list] = {}
         self.times: dict[int, list[float]] = {}
         self.seen: dict[tuple[int, str], int] = {}
@@ -116,6 +129,32 @@ def text(length: int, seed: int = 0) -> list[int]:
 def fresh(*rows, model=MODEL, **settings):
     options = {"num_blocks": 1000, "block_size": 4, "max_num_seqs": 8, "num_speculative_tokens": K} | settings
     return propose(ModelDrafter(DraftModel(model), EngineConfig(**options)), *rows)
+
+
+class Scripted:
+    """Offers weights as a test says; notes the texts that have ended."""
+
+    def __init__(self, *offers) -> None:
+        self.offers, self.texts, self.watch, self.counts = [*offers], [], SwapWatch(), {"taken": 1.0}
+
+    def taken(self):
+        return self.offers.pop(0) if self.offers else None
+
+    def ended(self, request) -> None:
+        self.texts.append((request.request_id, [*request.token_ids], request.params))
+
+
+class LearningModel(ContextModel):
+    """A context model whose weights are its laws."""
+
+    is_compiling = False
+
+    @property
+    def compiling(self):
+        return [1] * self.is_compiling
+
+    def assign(self, weights) -> None:
+        self.laws = weights
 
 
 def test_groups_whose_proposals_wait_are_drafted_in_the_same_passes_and_get_their_own_drafts():
@@ -481,3 +520,83 @@ def test_a_cache_that_is_full_takes_nothing_from_another_drafts():
     rig.send(1, [replace(row(text(9, 5), name="b"), draft_index=1)])
     rig.run()
     assert [set(cache.prefixes) for cache in rig.queue.caches] == [{"1/a"}, {"1/b"}]
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_learned_weights_take_over_while_nothing_waits_and_the_cache_forgets_the_former(run_ahead):
+    new = context_model(2)
+    study, model = Scripted(), LearningModel(MODEL.laws, MODEL.info.eos_token_ids)
+    rig = Rig(run_ahead=run_ahead, study=study, model=model)
+    rows = [row(text(30, i), name=str(i), params=PARAMS) for i in range(2)]
+    rig.send(1, rows, runs_ahead=run_ahead)
+    study.offers.append(new.laws)
+    model.is_compiling = True
+    rig.run()
+    assert rig.drafts(1) == fresh(*rows)
+    assert study.offers  # what is compiled now is compared with the weights of now
+    model.is_compiling = False
+    rig.run()
+    for entry, draft in zip(rows, rig.drafts(1), strict=True):
+        entry.request.token_ids.extend([draft.token_ids[0], 7])
+    rig.send(1, rows, runs_ahead=run_ahead)
+    rig.run()
+    assert rig.drafts(1) == fresh(*rows, model=new)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_texts_teach_when_their_requests_have_ended(is_shared):
+    study = Scripted()
+    rig = Rig(study=study, model=LearningModel(MODEL.laws), is_shared=is_shared)
+    first, second = text(9), text(12)
+    rig.send(1, [row(first, name="a", params=PARAMS), row(second, name="b", params=PARAMS)])
+    rig.run()
+    assert rig.replies[1][-1].learning == ({} if is_shared else {"taken": 1.0})
+    assert set(study.watch._drafts) == {"1/a", "1/b"}
+    first = [*first, 7]
+    rig.send(1, [row(first, name="a", params=PARAMS)])
+    assert study.watch._rounds[-1].compared
+    rig.run()
+    rig.send(1, [row(second, name="b", params=PARAMS)], released=["a", "unknown"])
+    rig.run()
+    assert study.texts == [("1/a", first, PARAMS)]
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+async def test_no_swap_changes_a_text_nor_does_the_loss_of_a_worker_that_swaps(run_ahead, tmp_path):
+    """Weights change two times out of three when nothing waits; the worker is replaced in mid-text."""
+    target = backend_of(save_llama(tmp_path / "target", seed=1))
+    config = EngineConfig(num_blocks=200, block_size=4, num_speculative_tokens=K, speculation="fixed")
+    swaps, links = [], []
+
+    def start_worker(drafter) -> None:
+        draft = backend_of(tmp_path / "target")
+        learner, study = Learner(draft, K), Scripted()
+        kinds = itertools.cycle([None, *(changed(learner.loaded, scale, seed=len(links)) for scale in (0.1, 1.0))])
+        study.taken = lambda: (swaps.append(weights := next(kinds)), weights)[1]
+        ahead = replace(config, drafting="model")
+        queue = DraftQueue([DraftModel(draft, run_ahead=run_ahead)], ahead, capacity=16, is_shared=False, study=study)
+        links.append(FakeLink(queue_worker(queue)))
+        drafter.connect(links[-1], [].append)
+
+    async def texts(drafter):
+        engine = Engine(config, target.info, drafter=drafter, verifier=ModelVerifier(target, config), num_blocks=201)
+        for seed in range(4):
+            params = SamplingParams(temperature=0.8 * (seed > 0), seed=seed, max_tokens=40, ignore_eos=True)
+            engine.add(str(seed), text(5 + seed, seed), params)
+        written = {str(seed): [] for seed in range(4)}
+        rounds = 0
+        while engine.has_work:
+            if drafter is remote and rounds % 7 == 0:
+                start_worker(drafter)
+            rounds += 1
+            for output in await engine.step():
+                written[output.request_id] += output.token_ids
+        return written, engine.stats
+
+    remote = RemoteDrafter(vocab_size=VOCAB, timeout_s=60)
+    drafted, stats = await texts(remote)
+    plain, _ = await texts(NoDrafter())
+    assert drafted == plain
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 0
+    assert len(links) > 1
+    assert sum(weights is not None for weights in swaps) > 5

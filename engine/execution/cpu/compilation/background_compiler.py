@@ -81,11 +81,11 @@ class BackgroundCompiler:
             reason = self._compile()
         except OSError as error:
             reason = str(error)
-        self._has_ended = True
         if reason is None:
             self._ready()
         else:
             logger.warning("%s: serving eagerly, compiling failed: %s", self._name, reason)
+        self._has_ended = True
 
     def _compile(self) -> str | None:
         cache_folder().mkdir(parents=True, exist_ok=True)

@@ -71,12 +71,12 @@ class PanelLinear(nn.Module):
         for dtype in (torch.bfloat16, torch.float16):
             halves = layer.weight.detach().to(dtype)
             if torch.equal(halves.float(), layer.weight):
-                panels = _in_panels(halves)
-                if dtype == torch.bfloat16:
-                    pairs = panels.view(*panels.shape[:2], -1, 2, _GROUP // 2).transpose(3, 4)
-                    panels = pairs.reshape(panels.shape)
-                return cls(layer, panels, torch.ones(1, 1, 1))
+                return cls(layer, _panels_of(halves), torch.ones(1, 1, 1))
         return None
+
+    def refill(self, weight: Tensor) -> None:
+        """Replace the weights of a layer of 16-bit numbers in place, by `weight` [out, in] rounded to these."""
+        self.panels.copy_(_panels_of(weight.to(self.panels.dtype)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
@@ -92,6 +92,14 @@ def _in_panels(matrix: Tensor) -> Tensor:
     """Return [out / 64, columns, 64] of a matrix [out, columns], padded with zeros."""
     padded = F.pad(matrix, (0, 0, 0, -len(matrix) % _PANEL))
     return padded.view(-1, _PANEL, matrix.shape[1]).transpose(1, 2).contiguous()
+
+
+def _panels_of(halves: Tensor) -> Tensor:
+    """Return the panels of a matrix [out, in] of 16-bit numbers."""
+    panels = _in_panels(halves)
+    if halves.dtype == torch.bfloat16:
+        panels = panels.view(*panels.shape[:2], -1, 2, _GROUP // 2).transpose(3, 4).reshape(panels.shape)
+    return panels
 
 
 def _multiply_panels(rows: Tensor, panels: Tensor, scales: Tensor) -> Tensor:

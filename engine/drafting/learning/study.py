@@ -1,0 +1,230 @@
+"""Study: learns in a thread of its own while the draft worker is idle, and offers weights to the thread that drafts.
+
+The thread that drafts only appends texts and looks at `offer`, so it never waits. It alone changes served weights.
+"""
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from engine.drafting.learning.learner import Learner, Score, Weights, accepted_tokens
+from engine.drafting.learning.lessons import Lesson, Lessons
+from engine.drafting.learning.swap_watch import SwapWatch
+from engine.errors import ModelError
+from engine.protocols import Request
+
+logger = logging.getLogger(__name__)
+
+JUDGED_EVERY = 16
+"""Steps between two judgements."""
+MIN_HELD_OUT = 8
+"""Lessons that must be held out before weights are judged."""
+_SMALL_GROUP = 4
+"""Groups with fewer lessons are judged together."""
+_SURE = 2.0
+"""By how many standard errors new weights must be better."""
+_WORST_OF_GROUP = 0.99
+"""The least tokens a pass, over those of the served weights, in any group."""
+_SLOWER, _FASTER = 1 / 3, 3.0
+"""Factors of the learning rate after weights that were worse, and better."""
+_INBOX = 256
+_IDLE_S = 0.05
+_DRAFT = "draft"
+
+
+class Study:
+    """What a draft learns, and when new weights take over. Its own thread calls its methods, unless they say otherwise.
+
+    Attributes:
+        inbox: ended requests, of which the oldest are lost if there are too many.
+        offer: weights to take over between two proposals; the thread that drafts takes them by `taken`.
+        counts: what `/metrics` shows, by name.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        share: float = 0.5,
+        path: Path | None = None,
+        draft: str = "",
+        drafted_s: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Learn in a `share` of the time in which nothing is drafted; `drafted_s` counts the seconds of drafting.
+
+        What was learned is kept at `path`. Raises ModelError if that file is of another `draft`.
+        """
+        self.inbox: deque[Request] = deque(maxlen=_INBOX)
+        self.lessons = Lessons()
+        self.watch = SwapWatch()
+        self.counts: dict[str, float] = dict.fromkeys(("tokens", "steps", "taken", "dropped", "undone"), 0)
+        self.counts |= {"accepted_before": 0.0, "accepted_after": 0.0}
+        self._learner, self._share, self._path, self._draft = learner, share, path, draft
+        self._drafted_s, self._clock = drafted_s, clock
+        self._served = self._former = learner.loaded
+        self.offer = None if path is None or not path.exists() else self._read(path)
+        self._has_changed, self._was_undone = False, False
+        self._is_closed = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._run, name="learning", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread after its pass; callable from any thread."""
+        self._is_closed.set()
+
+    def taken(self) -> Weights | None:
+        """Return weights to take over now: what is offered, or the former ones if the last swap was bad.
+
+        Only for the thread that drafts.
+        """
+        weights = self.offer
+        if weights is not None:
+            self._former, self.offer = self._served, None
+            self.counts["taken"] += 1
+            self.watch.begin()
+        elif self.watch.is_bad():
+            weights, self._was_undone = self._former, True
+            self.counts["undone"] += 1
+            logger.info("Undid a swap of learned weights: fewer draft tokens were accepted")
+        else:
+            return None
+        self._served, self._has_changed = weights, True
+        return weights
+
+    def work(self) -> Iterator[None]:
+        """Learn what is there, pass by pass; yields after each."""
+        while self.inbox:
+            self.lessons.add(self.inbox.popleft())
+        while lessons := self.lessons.take():
+            if self._was_undone:
+                self._was_undone = False
+                self._start_again(_SLOWER)
+            num_tokens = sum(lesson.size for lesson in lessons)
+            for lesson in lessons:
+                self._learner.learn(lesson, num_tokens)
+                yield
+            self._learner.end_step()
+            self.counts["tokens"] += num_tokens
+            self.counts["steps"] += 1
+            if self.counts["steps"] % JUDGED_EVERY == 0:
+                yield from self._judge()
+
+    def ended(self, request: Request) -> None:
+        """Take an ended request's text. Only for the thread that drafts."""
+        self.watch.release(request.request_id)
+        self.inbox.append(request)
+
+    def pause_s(self, spent_s: float, since: tuple[float, float]) -> float:
+        """Return how long to pause after a pass of `spent_s`, so that it has taken its share of the time `since` then.
+
+        `since`: the time, and the seconds of drafting until then.
+        """
+        idle_s = self._clock() - since[0] - (self._drafted_s() - since[1])
+        return spent_s / self._share - idle_s
+
+    def _judge(self) -> Iterator[None]:
+        held_out = list(self.lessons.held_out)
+        if len(held_out) < MIN_HELD_OUT or self.offer is not None or self.watch.is_watching:
+            return
+        candidate, scores = self._learner.candidate(), defaultdict[str, list[Score]](list)
+        for name, weights in (("served", self._served), ("candidate", candidate)):
+            for lesson in held_out:
+                scores[name].append(self._learner.score(lesson, weights))
+                yield
+        outcome = judge(held_out, scores["served"], scores["candidate"])
+        if outcome is None:
+            return
+        before, after = accepted_tokens(scores["served"]), accepted_tokens(scores["candidate"])
+        logger.info("Learned weights would add %.2f tokens a draft, the served ones %.2f: %s", after, before, outcome)
+        if outcome == "dropped":
+            self.counts["dropped"] += 1
+            self._start_again(_SLOWER)
+            return
+        for lesson in held_out:
+            scores["loaded"].append(self._learner.score(lesson, self._learner.loaded))
+            yield
+        self._learner.change_rate(_FASTER)
+        self.counts |= {"accepted_before": accepted_tokens(scores["loaded"]), "accepted_after": after}
+        if self._learner.device.type == "cuda":
+            torch.cuda.current_stream(self._learner.device).synchronize()
+        self.offer = candidate
+
+    def _start_again(self, factor: float) -> None:
+        self._learner.change_rate(factor)
+        self._learner.restart(self._served)
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        torch.set_num_threads(1)
+        stream = torch.cuda.Stream(self._learner.device) if self._learner.device.type == "cuda" else None
+        try:
+            with torch.cuda.stream(stream):
+                while not self._is_closed.is_set():
+                    self._study()
+        except Exception:  # drafting goes on with the weights that it has
+            logger.exception("Learning has ended")
+
+    def _study(self) -> None:
+        """Learn what is there, with pauses; wait for more."""
+        since = self._clock(), self._drafted_s()
+        for _ in self.work():
+            spent_s = self._clock() - since[0]
+            while (pause_s := self.pause_s(spent_s, since)) > 0:
+                if self._is_closed.wait(pause_s):
+                    return
+            since = self._clock(), self._drafted_s()
+        if self._has_changed and self._path is not None:
+            self._has_changed = False
+            self._write(self._path)
+        self._is_closed.wait(_IDLE_S)
+
+    def _read(self, path: Path) -> Weights:
+        try:
+            with safetensors.safe_open(path, "pt", device=str(self._learner.device)) as file:  # type: ignore[no-untyped-call]
+                draft, names = (file.metadata() or {}).get(_DRAFT), set(file.keys())
+                weights = {name: file.get_tensor(name) for name in names}
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ModelError(f"draft_learning_path is {path}, which cannot be read: {error}; remove it") from error
+        if draft != self._draft or names != self._learner.loaded.keys():
+            raise ModelError(f"draft_learning_path is {path}, which holds what another draft learned; remove it")
+        return weights
+
+    def _write(self, path: Path) -> None:
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        safetensors.torch.save_file(dict(self._served), temporary, {_DRAFT: self._draft})
+        os.replace(temporary, path)
+
+
+def judge(lessons: Sequence[Lesson], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:
+    """Judge new weights by their scores on held-out lessons: "taken", "dropped", or None as long as it is not sure.
+
+    They are taken if they are surely better in all, and not worse in any group of requests, so that nobody's texts can
+    spoil the drafts of others. They are dropped if they are worse.
+    """
+    gains = [new.accepted - old.accepted for new, old in zip(candidate, served, strict=True)]
+    places = [score.places for score in served]
+    mean = sum(gains) / sum(places)
+    spread = math.sqrt(sum((gain - mean * count) ** 2 for gain, count in zip(gains, places, strict=True)))
+    num_lessons = Counter(lesson.group for lesson in lessons)
+    lengths = defaultdict[str, list[int]](lambda: [0, 0])
+    for lesson, old, new in zip(lessons, served, candidate, strict=True):
+        group = lesson.group if num_lessons[lesson.group] >= _SMALL_GROUP else ""
+        for index, score in enumerate((old, new)):
+            lengths[group][index] += score.places + score.accepted
+    if mean < 0 or any(new < _WORST_OF_GROUP * old for old, new in lengths.values()):
+        return "dropped"
+    return "taken" if sum(gains) > _SURE * spread else None

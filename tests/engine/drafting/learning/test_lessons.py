@@ -1,0 +1,62 @@
+"""What teaches, what is held out, and how much is kept."""
+
+import pytest
+
+from engine.drafting.learning import lessons as module
+from engine.drafting.learning.lessons import STEP_TOKENS, Lessons, lessons_of
+from tests.engine.drafting.learning.texts import ended
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"learning_group": None},
+        {"audits": True},
+        {"presence_penalty": 1.0},
+        {"logit_bias": {3: 1.0}},
+        {"num_tokens": 7},
+    ],
+)
+def test_a_text_that_must_not_teach_or_is_no_sample_of_its_law_gives_no_lessons(params):
+    assert list(lessons_of(ended(**params))) == []
+    assert len(list(lessons_of(ended()))) == 1
+
+
+def test_one_text_in_eight_is_held_out_and_never_taught():
+    store = Lessons()
+    for seed in range(400):
+        store.add(ended(seed=seed, num_tokens=20))
+    held_out = {lesson.seed for lesson in store.held_out}
+    assert 30 <= len(held_out) <= 70
+    for seed in range(400):  # a text that comes again is on the same side
+        store.add(ended(seed=seed, num_tokens=20))
+    assert {lesson.seed for lesson in store.held_out} == held_out
+    taught = set()
+    while lessons := store.take():
+        assert sum(lesson.size for lesson in lessons) >= STEP_TOKENS
+        taught |= {lesson.seed for lesson in lessons}
+    assert not taught & held_out
+    assert len(store.held_out) == 2 * len(held_out)
+
+
+def test_what_is_kept_is_bounded_and_the_largest_group_loses_its_oldest_text(monkeypatch):
+    monkeypatch.setattr(module, "ROOM", 1600)
+    store = Lessons()
+    for seed in range(5):
+        store.add(ended(seed=seed, learning_group="small"))
+    for seed in range(100):
+        store.add(ended(seed=seed, learning_group="large"))
+    small = [lesson for pile in (store.waiting, store.held_out) for lesson in pile if lesson.group == "small"]
+    assert len(small) == 5
+    assert sum(lesson.size for lesson in store.waiting) == 1600
+    assert max(lesson.seed for lesson in store.waiting) >= 97
+    assert sum(lesson.size for lesson in store.held_out) <= 200
+
+
+def test_groups_take_turns():
+    store = Lessons()
+    for group, count in (("a", 30), ("b", 8)):
+        for seed in range(count):
+            store.add(ended(seed=seed, learning_group=group))
+    groups = [lesson.group for lesson in store.take()]
+    assert groups.count("b") >= 6

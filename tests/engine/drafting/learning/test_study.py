@@ -1,0 +1,171 @@
+"""When weights take over, when they are undone, and how much time learning takes."""
+
+import pytest
+import torch
+
+from engine.drafting.learning.learner import Score
+from engine.drafting.learning.lessons import Lesson
+from engine.drafting.learning.study import JUDGED_EVERY, Study, judge
+from engine.drafting.learning.swap_watch import ROUNDS
+from engine.errors import ModelError
+from tests.engine.drafting.learning.test_swap_watch import rounds
+from tests.engine.drafting.learning.texts import ended
+from tests.fakes import Clock
+from tests.waiting import wait_for
+
+
+class FakeLearner:
+    """Every candidate is worth what the test says; it notes what it was asked."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.loaded = {"w": torch.zeros(2)}
+        self.worth, self.taught, self.judged, self.starts, self.rate = 2, [], [], [], 1.0
+
+    def learn(self, lesson, num_tokens):
+        self.taught.append(lesson)
+
+    def end_step(self):
+        pass
+
+    def candidate(self):
+        return {"w": torch.full((2,), float(self.worth))}
+
+    def score(self, lesson, weights):
+        self.judged.append(lesson)
+        worth = self.worth if weights["w"][0] else 1
+        return Score(lesson.size * worth, lesson.size)
+
+    def restart(self, weights):
+        self.starts.append(weights["w"][0].item())
+
+    def change_rate(self, factor):
+        self.rate *= factor
+
+
+@pytest.fixture
+def learner():
+    return FakeLearner()
+
+
+def teach(study, count=JUDGED_EVERY * 20, *, first=0, **params):
+    """Texts for at least one judgement, of 40 tokens each."""
+    for seed in range(first, first + count):
+        study.inbox.append(ended(seed=seed, **params))
+        if len(study.inbox) == 100:
+            study.lessons.add(study.inbox.popleft())
+            for _ in study.work():
+                pass
+    for _ in study.work():
+        pass
+
+
+def scores(*accepted):
+    return [Score(count, 100) for count in accepted]
+
+
+def lessons(groups):
+    return [Lesson(group, [], 0, 0, 0.0, 0) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("groups", "served", "candidate", "outcome"),
+    [
+        ("aaaa", (100,) * 4, (110,) * 4, "taken"),
+        ("aaaa", (100,) * 4, (99,) * 4, "dropped"),
+        ("aaaa", (100,) * 4, (150, 60, 140, 90), None),  # better, but not surely
+        ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (95,) * 4, "dropped"),  # worse for others
+        ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (99,) * 4, "taken"),
+        ("aaaaaaaabcde", (100,) * 12, (140,) * 8 + (90,) * 4, "dropped"),  # small groups together
+    ],
+)
+def test_weights_are_taken_if_they_are_surely_better_and_worse_for_nobody(groups, served, candidate, outcome):
+    assert judge(lessons(groups), scores(*served), scores(*candidate)) == outcome
+
+
+def test_better_weights_are_offered_and_become_the_served_ones(learner):
+    study = Study(learner)
+    teach(study)
+    assert study.offer is not None
+    assert study.counts["taken"] == 0
+    assert study.taken()["w"].tolist() == [2, 2]
+    assert study.counts | {"tokens": 0} == {
+        "tokens": 0,
+        "steps": study.counts["steps"],
+        "taken": 1,
+        "dropped": 0,
+        "undone": 0,
+        "accepted_before": 1.0,
+        "accepted_after": 2.0,
+    }
+    assert study.taken() is None
+    assert learner.judged
+    assert not {lesson.seed for lesson in learner.judged} & {lesson.seed for lesson in learner.taught}
+
+
+def test_worse_weights_are_dropped_and_learning_goes_on_from_the_served_ones_more_slowly(learner):
+    study = Study(learner)
+    learner.worth = 0.5
+    teach(study)
+    assert study.offer is None
+    assert study.counts["dropped"] == len(learner.starts) >= 1
+    assert learner.starts[0] == 0.0
+    assert learner.rate < 0.5
+
+
+def test_a_bad_swap_is_undone_within_64_rounds(learner):
+    study = Study(learner)
+    rounds(study.watch, 3)
+    teach(study)
+    assert study.taken()["w"][0] == 2
+    teach(study, first=1000)
+    assert study.offer is None  # nothing new while the last swap is watched
+    watched = study.watch.is_bad
+    study.watch.is_bad = lambda: False
+    rounds(study.watch, 1, ROUNDS)
+    study.watch.is_bad = watched
+    assert study.taken()["w"].tolist() == [0, 0]
+    assert study.counts["undone"] == 1
+    teach(study, 40, first=2000)
+    assert learner.starts[-1] == 0.0
+    assert study.taken() is None
+
+
+def test_learning_takes_its_share_of_the_time_in_which_nothing_is_drafted(learner):
+    clock, drafted = Clock(), [10.0]
+    study = Study(learner, share=0.25, drafted_s=lambda: drafted[0], clock=clock)
+    since = clock(), 10.0
+    clock.now += 1.0
+    assert study.pause_s(1.0, since) == pytest.approx(3.0)
+    clock.now += 2.0
+    drafted[0] += 1.5
+    assert study.pause_s(1.0, since) == pytest.approx(2.5)
+    clock.now += 2.5
+    assert study.pause_s(1.0, since) == pytest.approx(0.0)
+
+
+async def test_what_was_learned_is_kept_at_a_path_for_the_same_draft(learner, tmp_path):
+    path = tmp_path / "learned.safetensors"
+    study = Study(learner, share=1.0, path=path, draft="A")
+    teach(study)
+    study.taken()
+    study.start()
+    await wait_for(path.exists)
+    study.close()
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert Study(FakeLearner(), path=path, draft="A").taken()["w"].tolist() == [2, 2]
+    with pytest.raises(ModelError, match=r"learned.safetensors, which holds what another draft learned; remove it"):
+        Study(learner, path=path, draft="B")
+    path.write_bytes(b"no weights")
+    with pytest.raises(ModelError, match="cannot be read"):
+        Study(learner, path=path, draft="A")
+
+
+async def test_an_error_ends_learning_alone(learner, caplog):
+    study = Study(learner)
+    learner.learn = lambda *_: 1 / 0
+    for seed in range(40):
+        study.ended(ended(seed=seed))
+    study.start()
+    await wait_for(lambda: "Learning has ended" in caplog.text)

@@ -1,0 +1,58 @@
+"""How often drafts are accepted before and after a swap."""
+
+import pytest
+
+from engine.drafting.learning.swap_watch import ROUNDS, SwapWatch, Verified
+from engine.params import SamplingParams
+from engine.protocols import Draft, ProposeRow, Request, chain
+
+
+def rounds(watch, accepted, count=ROUNDS):
+    """Rounds of one request whose drafts of four tokens are accepted as far as that."""
+    request = Request("a", [1], 1, SamplingParams())
+    for i in range(count):
+        wanted = accepted if isinstance(accepted, int) else accepted[i % len(accepted)]
+        watch.drafted([ProposeRow(request, 4)], [chain([7, 7, 7, 7])])
+        request.token_ids.extend([7] * wanted + [8])
+        watch.observe([request])
+        if i < count - 1:
+            assert not watch.is_bad()
+    return watch.is_bad()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_bad"), [(3, 1, True), (3, 3, False), (1, 3, False), (3, [3, 3, 3, 3, 2], False)]
+)
+def test_a_swap_is_bad_if_fewer_draft_tokens_are_accepted_in_the_rounds_after_it(before, after, is_bad):
+    watch = SwapWatch()
+    rounds(watch, before, 2 * ROUNDS)
+    watch.begin()
+    assert rounds(watch, after) == is_bad
+    assert not watch.is_watching
+    assert not rounds(watch, 0)  # it is judged once
+
+
+def test_without_rounds_before_it_no_swap_is_bad():
+    watch = SwapWatch()
+    watch.begin()
+    assert not rounds(watch, 0)
+
+
+def test_a_draft_is_compared_as_far_as_its_request_went_on():
+    watch = SwapWatch()
+    tree = Draft([5, 6, 7, 8], [-1, -1, 1, 2])
+    for committed, expected in (
+        ([6, 7, 9], (3, 2)),
+        ([6, 7, 8, 9], (3, 3)),
+        ([6], (1, 1)),
+        ([9], (1, 0)),
+        ([5, 9], (1, 1)),
+    ):
+        request = Request("a", [1, 2], 2, SamplingParams())
+        watch.drafted([ProposeRow(request, 4)], [tree])
+        request.token_ids.extend(committed)
+        watch.observe([request])
+        assert watch._rounds[-1] == Verified(*expected)
+    watch.drafted([ProposeRow(request, 4)], [tree])
+    watch.release("a")
+    assert watch._drafts == {}

@@ -132,6 +132,10 @@ def check_learning(engine: EngineConfig) -> None:
     settings = f"draft_learning is on, but drafting is {engine.drafting!r} and verification {engine.verification!r}"
     if method.runs_in != "draft" or method.reads_features:
         raise ConfigError(f"{settings}: no draft model of a draft worker drafts")
+    if engine.num_drafts > 1:
+        raise ConfigError(
+            f"draft_learning is on, but draft_model names {engine.num_drafts} drafts; one alone can learn"
+        )
     if engine.verification not in SEEDED_RULES:
         raise ConfigError(f"{settings}: it learns from the noise that drafts share with the text, as with coupled")
 

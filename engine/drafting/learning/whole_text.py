@@ -23,8 +23,8 @@ class WholeText:
         places = torch.arange(query.shape[1], device=query.device)
         distance = places.unsqueeze(-1) - places
         mask = (distance >= 0) & (distance < (params.window or len(places)))
-        heads = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        output = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=params.scaling, enable_gqa=True)
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        output = F.scaled_dot_product_attention(query, key, value, mask, scale=params.scaling, enable_gqa=True)
         return output[0].transpose(0, 1)
 
     def __getattr__(self, name: str) -> Any:

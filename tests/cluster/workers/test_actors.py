@@ -63,7 +63,8 @@ def test_a_worker_prepares_the_thread_that_serves_and_a_target_closes_its_backen
         raise RuntimeError("the end")
 
     worker = object.__new__(kind)
-    worker._server, worker._responder = SimpleNamespace(serve=serve, close=lambda: None), SimpleNamespace(work=None)
+    worker._server, worker._study = SimpleNamespace(serve=serve, close=lambda: None), None
+    worker._responder = SimpleNamespace(work=None)
     worker._backends = [
         SimpleNamespace(enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close"))
     ]

@@ -8,6 +8,8 @@ from typing import Literal
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.registry import Method, method_of
 from engine.drafting.settle import check_kinds
+from engine.errors import ModelError
+from engine.heads.config import drafts_blocks
 from engine.models.source import ModelSource
 from engine.protocols import Overlap
 
@@ -74,9 +76,14 @@ class GroupConfig:
 def suited_to_models(config: GroupConfig, target: ModelSource, draft: ModelSource | None) -> GroupConfig:
     """Turn `run_ahead` off if such models cannot run ahead; raise ModelError if a setting does not fit their kind."""
     check_kinds(target, draft, config.method)
+    drafts_ahead = not drafts_blocks(target.head)  # a block reads features of accepted tokens, known with the verdict
     if config.run_ahead == "on":
+        if not drafts_ahead:
+            raise ModelError(
+                "run_ahead is on, but the head drafts blocks, which need the verdict; set run_ahead to off"
+            )
         target.refuse("run_ahead")
-        if draft is not None:
-            draft.refuse_to_draft("run_ahead")
-    refusals = {*target.kind.refusals, *(draft.kind.draft_refusals if draft is not None else ())}
-    return replace(config, run_ahead="off") if "run_ahead" in refusals else config
+        for each in draft.drafts if draft else ():
+            each.refuse_to_draft("run_ahead")
+    refusals = {*target.kind.refusals}.union(*(each.kind.draft_refusals for each in (draft.drafts if draft else ())))
+    return config if drafts_ahead and "run_ahead" not in refusals else replace(config, run_ahead="off")

@@ -173,7 +173,8 @@ class SpeculationGroup:
             async with asyncio.TaskGroup() as tasks:
                 target = tasks.create_task(self._start_first_target())
                 if self._draft_source is not None:
-                    tasks.create_task(asyncio.to_thread(shared_tokens, self.target_source, self._draft_source))
+                    for draft in self._draft_source.drafts:
+                        tasks.create_task(asyncio.to_thread(shared_tokens, self.target_source, draft))
                     self._run_in_background(self._keep_lease())
                     if self._own_draft is not None:
                         start = self._run_in_background(self._start_draft())

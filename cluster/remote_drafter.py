@@ -113,7 +113,8 @@ class RemoteDrafter:
 
     async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
         deltas, released = self._acknowledged.deltas(rows)
-        entries = [ProposeEntry(delta, row.num_draft_tokens) for delta, row in zip(deltas, rows, strict=True)]
+        pairs = zip(deltas, rows, strict=True)
+        entries = [ProposeEntry(delta, row.num_draft_tokens, row.draft_index) for delta, row in pairs]
         ahead = any(row.runs_ahead for row in rows)
         # Whole texts take the worker longer than the few tokens of other rounds.
         is_usual = not any(delta.params is not None for delta in deltas)

@@ -1,9 +1,10 @@
 """The Ray Serve application: HTTP in, text out. `serve run deployments:app` runs it.
 
 The folders, in a request's order: `guard/` (may it enter?), `openai/` and `anthropic/` (what does it ask for?),
-`prompts/` (which token ids is that?), `ingress/` (the HTTP replica), `routing/` (which Router, and what if it dies?)
-and `router/` (a replica of the engine). Beside them: `page/` (for browsers), `observe/` (metrics, logs, traces),
-`local/` (for one machine only), `cli/` (`paceline`, `python -m deployments`) and `diagnosis/` (is all well?).
+`prompts/` (which token ids is that?), `ingress/` (the HTTP replica), `routing/` (which Router, and what if it dies?),
+`router/` (a replica of the engine) and `records/` (how is an answer kept, and audited?). Beside them: `page/` (for
+browsers), `observe/` (metrics, logs, traces), `local/` (for one machine only), `cli/` (`paceline` and
+`python -m deployments`) and `diagnosis/` (is all well?).
 
 The files, to be read first: `builder` (binds the deployments), `wire` (messages between Ingress and Router), `config`
 (every setting), `errors` (exceptions to status codes), `autoscaling` and `ray_internals` (Serve's private parts).

@@ -131,7 +131,7 @@ def _check_models(pair: PairConfig, group: GroupConfig, *, can_grow: bool) -> No
     if {pair.target_model, pair.draft_model} <= {"auto", "none", *BUNDLED_MODELS}:
         return
     target, draft = open_model(group.target), None if group.draft is None else open_model(group.draft)
-    sources, are_here = [*target.parts, *filter(None, [draft])], False
+    sources, are_here = [*target.parts, *(draft.drafts if draft else ())], False
     with suppress(ModelError):
         are_here = all(source.has_weights for source in sources)
     if can_grow and not are_here:

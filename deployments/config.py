@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import click
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 
 from cluster.config import DraftLearning, GroupConfig, LogFormat, RunAhead
 from engine.config import BUNDLED_TARGET, PAIR_SETTINGS, ModelConfig, PairConfig, complaint, unknown_argument
@@ -166,6 +175,10 @@ class AppConfig(BaseModel):
     """Origins of web pages that may call the API from a browser (`https://chat.example.com`), or `*` for all."""
     page: Literal["on", "off", "demo"] = "on"
     """Whether `/` is a page to chat, compare and watch rounds; demo lets its visitors also kill processes."""
+    record: Annotated[Path | None, OrNone, AfterValidator(lambda path: path and path.absolute())] = None
+    """A folder in which each Ingress keeps the records of its answers, for `paceline audit`; none keeps no records. It
+    holds prompts and texts, 1 GiB at most; the oldest files go. Of requests with a `cache_salt`, only those that ask
+    for their record are kept."""
     num_ingress_replicas: Annotated[int | None, OrNone] = Field(None, ge=1)
     """Processes that serve HTTP and tokenize; none is one per 8 CPUs of the cluster, at most 4."""
     autoscaling: Annotated[Autoscaling, FROM_JSON] = Autoscaling()
@@ -261,6 +274,7 @@ class IngressConfig:
     share_between_keys: bool
     start_timeout_s: float
     log_format: LogFormat
+    record: Path | None
     adapters: Mapping[str, str | None]
     """The LoRA adapter by each model name that clients may send; the target's own name has none."""
 

@@ -87,6 +87,7 @@ class Generation:
     refused_by: frozenset[str] = frozenset()  # Routers; other Routers are tried first
     traceparent: str | None = None  # the Ingress's span, if the request is traced
     predicted_token_ids: list[int] = field(default_factory=list)  # the output that the client predicts for every choice
+    recorded: dict[int, list[int]] = field(default_factory=dict)  # by choice: the text that `params.audits` checks
     priority: int = 0  # lower starts earlier
     owner: str = ""  # the client's API key, as `guard` names it; owners share a Router's tokens equally
     prefixes: tuple[int, ...] = ()  # `prefix_hashes` of the first prompt, to find a Router that holds its beginning
@@ -114,7 +115,8 @@ class Generation:
             seed = nth_seed(self.drawn_seed, index) if seed is None else nth_seed(seed, choice)
             params = replace(self.params, n=1, seed=seed)
             outputs = self.output_token_ids.get(index, [])
-            sequence_id, predicted = f"{self.request_id}-{index}", self.predicted_token_ids
+            sequence_id = f"{self.request_id}-{index}"
+            predicted = self.recorded.get(index, self.predicted_token_ids)
             sequences.append(SequenceRequest(sequence_id, self.prompts[prompt], params, outputs, predicted))
         return sequences
 

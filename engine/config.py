@@ -79,6 +79,9 @@ class ModelConfig(ModelSettings):
     head: str | None = field(default=None, kw_only=True)
     """A trained head that is loaded with the model and drafts in its process: a directory or hub name; the model's own
     path for the layers that its checkpoint has for it."""
+    others: tuple[str, ...] = field(default=(), kw_only=True)
+    """Further drafts that are loaded with this draft, and draft where they are accepted more: directories or hub names.
+    """
     head_only: bool = field(default=False, kw_only=True)
     """Whether only the head is loaded, and of the model what the head shares with it."""
     compile: Compile = field(default="off", kw_only=True)
@@ -144,6 +147,8 @@ class EngineConfig(EngineSettings):
     num_states: int | None = Field(default=None, ge=1)
     """State slots of a model with linear layers: one for each running request, the others cache states of prefixes.
     None is 2 max_num_seqs + 4, or what half of the memory for KV blocks holds."""
+    num_drafts: int = Field(default=1, ge=1)
+    """Draft models that are loaded, one of which drafts for a request in a round."""
 
     @property
     def wanted_states(self) -> int:
@@ -160,7 +165,8 @@ class PairConfig(EngineSettings, ModelSettings):
     revision), `bundled`, or `auto`: the target that draft_model names if it is a trained head, else the bundled one."""
     draft_model: str = "auto"
     """The draft model or trained head: a directory or hub name, `bundled-head`, `none`, or `auto`: the bundled draft
-    for the bundled target, else none."""
+    for the bundled target, else none. Several models, separated by commas: each request gets the one of which the
+    target accepts most."""
     target_quantization: Quantization = "none"
     """What the weights of the target's linear layers are rounded to at load, by torchao: none; int8 or fp8 with a
     scale for each output; int4 with one for each 32 inputs. The text is that of the rounded model. A model that is
@@ -183,13 +189,17 @@ class PairConfig(EngineSettings, ModelSettings):
 
     @property
     def draft(self) -> ModelConfig | None:
-        """The draft model, if any; the drafting method decides whether it is loaded."""
+        """The draft model, if any, and others beside it; the drafting method decides whether they are loaded."""
         path = self.draft_model
         if path == "auto":
             path = str(BUNDLED_DRAFT) if self.target_model in (BUNDLED, "auto") else "none"
         if path == "none":
             return None
-        return self._model(path, self.draft_quantization)
+        names = [path] if os.path.exists(path) else [name.strip() for name in path.split(",")]
+        if len(set(names)) < len(names) or (len(names) > 1 and {"", "auto", "none"} & {*names}):
+            raise ConfigError(f"draft_model is {path!r}; several drafts must be different models, each named")
+        others = tuple(BUNDLED_MODELS.get(name, name) for name in names[1:])
+        return self._model(names[0], self.draft_quantization, others=others)
 
     @property
     def engine(self) -> EngineConfig:

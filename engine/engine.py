@@ -241,6 +241,8 @@ class Engine:
         # Rows in prefill are included: their prompts let a drafter with run-ahead prepare the first draft.
         drafts = {id(row): _audited(row) for row in batch if row.request.params.audits}
         speculating = [row for row in batch if id(row) not in drafts and plan.length_of(row.request) > 0]
+        for row in speculating:
+            row.draft_index = self.planner.survival.choose_draft(row.request)
         if speculating:
             try:
                 proposed = await self.drafter.propose(speculating)

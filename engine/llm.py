@@ -95,19 +95,20 @@ class LLM:
         config = replace(config, **cache._asdict())
         assembly, method = replace(assembly, engine=config), settled.method
         verifier = assembly.load_verifier()
-        draft = None if draft_source is None else assembly.load_draft()
+        drafts = assembly.load_drafts()
         self._grammars = assembly.grammars
         self.engine = Engine(
             config,
             verifier.backend.info,
-            drafter=method.drafter_of_engine(config, method.make(config, draft)),
+            drafter=method.drafter_of_engine(config, method.drafter_of(config, drafts)),
             verifier=verifier,
             num_blocks=verifier.num_blocks,
             tokenizer=self.tokenizer,
         )
+        self.target = verifier.backend.info
         self.stats = self.engine.stats
         verifier.backend.warm_up()
-        if draft is not None:
+        for draft in drafts:
             draft.backend.warm_up()
 
     def generate(

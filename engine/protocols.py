@@ -105,11 +105,15 @@ class SlotRow(NamedTuple):
 
 @dataclass(slots=True)
 class ProposeRow:
-    """A request, the longest draft that it may get, and whether a drafter may run ahead for it."""
+    """A request, the longest draft that it may get, and whether a drafter may run ahead for it.
+
+    `draft_index` names the draft model, if there are several.
+    """
 
     request: Request
     num_draft_tokens: int
     runs_ahead: bool = field(default=False, kw_only=True)
+    draft_index: int = field(default=0, kw_only=True)
 
 
 @dataclass(slots=True)

@@ -32,10 +32,11 @@ class PrefixDelta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ProposeEntry(msgspec.Struct, array_like=True, frozen=True):
-    """One row of a proposal."""
+    """One row of a proposal; `draft_index` names one of the worker's drafts."""
 
     prefix: PrefixDelta
     num_draft_tokens: int
+    draft_index: int = 0
 
 
 class VerifyEntry(msgspec.Struct, array_like=True, frozen=True):

@@ -30,7 +30,13 @@ def with_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[
         verdict  # `dataclasses.replace` would take three times as long
         if row.draft.num_deferred
         else Verdict(
-            verdict.token_ids, verdict.path, verdict.logprobs, verdict.prompt_logprobs, row.draft, verdict.error
+            verdict.token_ids,
+            verdict.path,
+            verdict.logprobs,
+            verdict.prompt_logprobs,
+            row.draft,
+            verdict.error,
+            verdict.differences,
         )
         for verdict, row in zip(verdicts, rows, strict=True)
     ]
@@ -57,6 +63,9 @@ def _verdict_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str |
         return f"{len(tokens)} tokens after {len(path)} accepted ones"
     if not in_vocabulary(tokens, vocab_size):
         return f"a token id outside 0 to {vocab_size - 1}"
+    for position, token_id, _ in verdict.differences:
+        if not 0 <= position - row.request.num_output_tokens < len(tokens) or not 0 <= token_id < vocab_size:
+            return f"a difference from token {token_id} at {position}"
     parent = -1
     for node, token_id in zip(path, tokens, strict=False):
         if not 0 <= node < len(draft.token_ids) or draft.parents[node] != parent:

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,7 @@ class Worker:
         self._engine = engine
         self._world_size = world_size
         self._server = Server(self._host, self._node_id)
-        self._backend: Backend | VllmVerifier | None = None
+        self._backends: Sequence[Backend | VllmVerifier] = []
         self._sources: dict[ModelConfig, ModelSource] = {}
 
     def begin(self, log_format: LogFormat) -> WorkerProcess:
@@ -105,7 +105,7 @@ class Worker:
 
     def ping(self) -> list[CompileProgress]:
         """Return the progress of compilations; any answer shows that the process is alive."""
-        return [] if self._backend is None else self._backend.compiling
+        return [progress for backend in self._backends for progress in backend.compiling]
 
     def kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,8 +153,8 @@ class TargetWorker(Worker):
                 timeout_s=timeout_s,
             )
         verifier = assemble(self._open(config), None, replace(self._engine, **cache._asdict())).load_verifier(world)
-        self._backend = verifier.backend
-        self._backend.warm_up()
+        self._backends = [verifier.backend]
+        verifier.backend.warm_up()
         served: LoadedVerifier | FeatureSource = verifier
         if self._rank == 0 and method_of(self._engine.drafting).reads_features:
             assert isinstance(verifier, ModelVerifier), "only our own passes tap features"
@@ -173,9 +173,9 @@ class TargetWorker(Worker):
 
     def serve(self) -> None:
         """Verify until the worker ends; any failure ends it, because the other ranks need it."""
-        assert self._backend is not None, "load comes first"
-        self._backend.enter_thread()
+        [backend] = self._backends
+        backend.enter_thread()
         try:
             self._server.serve(self._responder.work)
         finally:
-            self._backend.close()
+            backend.close()

@@ -4,7 +4,8 @@ The proposal that is due first is drafted first. Waiting proposals share its pas
 the rows do not fit into a pass, each group gets an equal share. After each batch, texts that the cache lacks get a pass
 of at most `CHUNK` tokens. Between proposals, the group whose next proposal is due first runs ahead.
 
-All groups share one cache. When it is full, the group that holds most of it loses its least recently used request.
+All groups share one cache for each draft model. When it is full, the group that holds most of it loses its least
+recently used request. Of several drafts, the passes of one follow those of another.
 """
 
 import logging
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -20,13 +22,14 @@ from cluster.protocol.messages import AnyReply, AnyRequest, Drafts, Failure, Pin
 from cluster.protocol.prefix_delta import PrefixTable
 from engine.config import EngineConfig
 from engine.drafting.learning.study import Study
-from engine.drafting.model.draft_cache import MAX_TAIL
+from engine.drafting.model.draft_cache import MAX_TAIL, CachedPrefix, DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_cache import make_cache
+from engine.drafting.model.several import SeveralDrafters
 from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.passes import PassesAhead
 from engine.drafting.run_ahead.shared_pass import advance_together
-from engine.protocols import Draft, Drafter, ProposeRow, run_in_process
+from engine.protocols import Draft, ProposeRow, run_in_process
 from engine.stats.preparation import PREPARATION
 
 logger = logging.getLogger(__name__)
@@ -39,10 +42,10 @@ _POLL_S = 50e-6
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The prefixes that a lease's group has sent, and its run-ahead drafter, if the worker runs ahead."""
+    """The prefixes that a lease's group has sent, and its run-ahead drafter of each draft, if the worker runs ahead."""
 
     table: PrefixTable
-    ahead: PassesAhead | None
+    aheads: list[PassesAhead]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,9 +70,9 @@ class _Proposal:
         return max((row.num_draft_tokens for row in self.missing), default=0)
 
     @property
-    def ahead(self) -> PassesAhead | None:
-        """The group's run-ahead drafter; None if the proposal is drafted together with others."""
-        return self.group.ahead if self.request.runs_ahead else None
+    def aheads(self) -> list[PassesAhead]:
+        """The group's run-ahead drafters; empty if the proposal is drafted together with others."""
+        return self.group.aheads if self.request.runs_ahead else []
 
 
 class DraftQueue:
@@ -77,7 +80,7 @@ class DraftQueue:
 
     def __init__(
         self,
-        draft: DraftModel,
+        drafts: Sequence[DraftModel],
         engine: EngineConfig,
         *,
         capacity: int,
@@ -85,19 +88,22 @@ class DraftQueue:
         study: Study | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Make the cache that `engine` plans; `capacity` is the most requests of a group whose texts are kept.
+        """Make the caches that `engine` plans; `capacity` is the most requests of a group whose texts are kept.
 
-        A draft that learns has a `study`.
+        A draft that learns has a `study`; there is then no other draft.
         """
         method, chunk = method_of(engine.drafting), engine.max_num_batched_tokens
         # A group that has the worker to itself waits for nobody, so its drafter catches up with whole texts.
         chunk = min(CHUNK, chunk) if is_shared else chunk
-        self.cache = make_cache(draft, replace(engine, max_num_batched_tokens=chunk))
-        self.cache.forget, self.cache.choose_victim = self._forget, self._choose_victim
-        self._draft, self._engine, self._make = replace(draft, cache=self.cache), engine, method.make
-        self._drafter: Drafter = method.make(engine, replace(self._draft, run_ahead=False))
-        """Drafts for all groups, but for rounds that run ahead."""
-        self._make(engine, self._draft)  # plans the chains of groups that run ahead, which the warm-up then prepares
+        self.caches = [make_cache(draft, replace(engine, max_num_batched_tokens=chunk)) for draft in drafts]
+        self._drafts = [replace(draft, cache=cache) for draft, cache in zip(drafts, self.caches, strict=True)]
+        self._engine, self._make = engine, method.make
+        self._drafters = [method.make(engine, replace(draft, run_ahead=False)) for draft in self._drafts]
+        """Draft for all groups, but for rounds that run ahead."""
+        for index, cache in enumerate(self.caches):
+            cache.forget = partial(self._forget_in, index)
+            cache.choose_victim = partial(self._choose_victim, cache)
+            method.make(engine, self._drafts[index])  # plans the chains of run-ahead, which the warm-up then prepares
         self.num_proposals = self.num_batches = 0
         self._capacity, self._clock, self._study, self._is_shared = capacity, clock, study, is_shared
         self._groups: dict[int, _Group] = {}
@@ -106,7 +112,7 @@ class DraftQueue:
     def leave(self, version: int) -> None:
         if (group := self._groups.get(version)) is not None:
             self._waiting = [proposal for proposal in self._waiting if proposal.group is not group]
-            for name in [name for name in self.cache.prefixes if _lease_of(name) == version]:
+            for name in {name for cache in self.caches for name in cache.prefixes if _lease_of(name) == version}:
                 self._forget(name)
             del self._groups[version]
 
@@ -119,24 +125,31 @@ class DraftQueue:
         elif not isinstance(request, Propose):
             message = f"a draft worker does not accept {type(request).__name__}"
             answer(Failure(request.round, version, 0.0, message))
+        elif wrong := {entry.draft_index for entry in request.rows} - {*range(len(self._drafts))}:
+            message = f"a row names draft {wrong.pop()}, of {len(self._drafts)}"
+            answer(Failure(request.round, version, 0.0, message))
         else:
             group = self._groups.get(version) or self._join(version)
             if missing := group.table.update(request.released, [entry.prefix for entry in request.rows]):
                 answer(PrefixMissing(request.round, version, 0.0, missing))
             else:
+                texts = [group.table[entry.prefix.request_id].request for entry in request.rows]
                 rows = [
-                    ProposeRow(group.table[entry.prefix.request_id].request, entry.num_draft_tokens)
-                    for entry in request.rows
+                    ProposeRow(text, entry.num_draft_tokens, draft_index=entry.draft_index)
+                    for text, entry in zip(texts, request.rows, strict=True)
                 ]
                 self._waiting.append(_Proposal(group, request, rows, self._clock() + request.deadline_s, answer))
                 if self._study is not None:
                     self._study.watch.observe([row.request for row in rows])
 
     def _join(self, version: int) -> _Group:
-        drafter = self._make(self._engine, self._draft) if self._draft.run_ahead else self._drafter
+        made = [self._make(self._engine, draft) for draft in self._drafts if draft.run_ahead]
+        aheads = [drafter for drafter in made if isinstance(drafter, PassesAhead)]
+        for ahead in aheads:
+            ahead.stats = aheads[0].stats
         ended = {} if self._study is None else {"ended": self._study.ended}
         table = PrefixTable(self._capacity, self._forget, owner=f"{version}/", **ended)
-        group = self._groups[version] = _Group(table, drafter if isinstance(drafter, PassesAhead) else None)
+        group = self._groups[version] = _Group(table, aheads)
         return group
 
     def step(self) -> bool:
@@ -149,8 +162,8 @@ class DraftQueue:
             return self._run_ahead()
         lagging = [proposal for proposal in self._waiting if self._lacking(proposal)] if len(self._groups) > 1 else []
         if ready := [proposal for proposal in self._waiting if proposal not in lagging]:
-            merged = [proposal for proposal in ready if not proposal.ahead and proposal.depth <= ready[0].depth]
-            self._try(self._draft_rows, ready[:1] if ready[0].ahead else merged)
+            merged = [proposal for proposal in ready if not proposal.aheads and proposal.depth <= ready[0].depth]
+            self._try(self._draft_rows, ready[:1] if ready[0].aheads else merged)
         if lagging:
             self._try(self._catch_up, lagging)
         return True
@@ -170,8 +183,8 @@ class DraftQueue:
 
     def _lacking(self, proposal: _Proposal) -> list[ProposeRow]:
         """Return the rows with too many uncached tokens for the passes that draft, which `_catch_up` computes."""
-        prefixes, rows = self.cache.prefixes, [] if proposal.is_caught_up else proposal.missing
-        cached = [prefixes.get(row.request.request_id) for row in rows]
+        rows = [] if proposal.is_caught_up else proposal.missing
+        cached = [self._cached(row) for row in rows]
         lengths = [len(prefix.token_ids) if prefix is not None else 0 for prefix in cached]
         return [
             row
@@ -183,29 +196,28 @@ class DraftQueue:
         """Compute one pass of the texts that the cache lacks, the earliest proposal's first."""
         self._end_passes()
         current = {row.request.request_id for proposal in self._waiting for row in proposal.rows}
-        requests = []
+        rows = []
         for proposal in proposals:
-            lacking, prefixes = self._lacking(proposal), self.cache.prefixes
-            held = [prefixes[row.request.request_id] for row in lacking if row.request.request_id in prefixes]
-            if proposal.group.ahead is not None and any(prefix.scratch for prefix in held):
-                proposal.group.ahead.stop()  # it prepares drafts for a shorter text, where this one is computed now
-            able = [row.request for row in lacking if self.cache.make_room(row, [], current)]
+            lacking = self._lacking(proposal)
+            if any(prefix is not None and prefix.scratch for prefix in map(self._cached, lacking)):
+                for ahead in proposal.group.aheads:
+                    ahead.stop()  # it prepares drafts for a shorter text, where this one is computed now
+            able = [row for row in lacking if self.caches[row.draft_index].make_room(row, [], current)]
             proposal.is_caught_up = not able
-            requests += able
-        if not self.cache.compute_chunk(requests):
+            rows += able
+        requests = [[row.request for row in rows if row.draft_index == index] for index in range(len(self.caches))]
+        if not any([cache.compute_chunk(its) for cache, its in zip(self.caches, requests, strict=True)]):  # noqa: C419
             for proposal in proposals:
                 proposal.is_caught_up = True
 
     def _draft_rows(self, proposals: list[_Proposal]) -> None:
-        started, ahead = self._clock(), proposals[0].ahead
-        self._end_passes(but=ahead)
-        counts = share_rows(proposals, self._engine.max_num_seqs if ahead is None else len(proposals[0].missing))
-        for proposal in proposals:
-            if ahead is None and proposal.group.ahead is not None:
-                proposal.group.ahead.stop()
-        drafter = ahead or self._drafter
+        started, aheads = self._clock(), proposals[0].aheads
+        self._end_passes(but=aheads)
+        counts = share_rows(proposals, len(proposals[0].missing) if aheads else self._engine.max_num_seqs)
+        for ahead in [ahead for proposal in proposals for ahead in proposal.group.aheads if not aheads]:
+            ahead.stop()
         rows = [row for proposal in proposals for row in proposal.missing[: counts[proposal]]]
-        drafts = iter(run_in_process(drafter.propose(rows)))
+        drafts = iter(run_in_process(SeveralDrafters(aheads or self._drafters).propose(rows)))
         seconds = self._clock() - started
         self.num_batches += 1
         for proposal in proposals:
@@ -216,7 +228,7 @@ class DraftQueue:
                 if self._study is not None:
                     self._study.watch.drafted(proposal.rows, proposal.drafts)
                 self._reply(proposal, self._drafts_of(proposal))
-        if ahead is not None:
+        for ahead in aheads:
             ahead.settle()  # it must not hold blocks for an answer while a request of its group is evicted
 
     def _reply(self, proposal: _Proposal, reply: AnyReply) -> None:
@@ -224,8 +236,8 @@ class DraftQueue:
         proposal.answer(reply)
 
     def _drafts_of(self, proposal: _Proposal) -> Drafts:
-        request, ahead = proposal.request, proposal.group.ahead
-        stats, features = None if ahead is None else ahead.stats, self._draft.features
+        request, aheads = proposal.request, proposal.group.aheads
+        stats, features = aheads[0].stats if aheads else None, self._drafts[0].features
         counts = {} if features is None else features.counts
         learned = {} if self._study is None or self._is_shared else self._study.counts  # a pool's worker tells itself
         common = request.round, request.version, proposal.compute_s, proposal.drafts
@@ -233,20 +245,20 @@ class DraftQueue:
 
     def _take_weights(self) -> None:
         """Let learned weights take over, while nothing waits and nothing is compiled with the former ones."""
-        backend = self._draft.backend
+        backend = self._drafts[0].backend
         if self._study is None or backend.compiling or (weights := self._study.taken()) is None:
             return
         self._end_passes()
         backend.wait()
         backend.assign(weights)
-        for name in list(self.cache.prefixes):  # whose keys and values are of the former weights
+        for name in list(self.caches[0].prefixes):  # whose keys and values are of the former weights
             self._forget(name)
 
     def _run_ahead(self) -> bool:
         """Launch the next shared pass ahead, unless a pass is under way; return whether groups have time for more."""
-        aheads = [group.ahead for group in self._groups.values() if group.ahead is not None and group.ahead.has_time]
+        aheads = [ahead for group in self._groups.values() for ahead in group.aheads if ahead.has_time]
         aheads.sort(key=lambda ahead: ahead.due)
-        if aheads and aheads[0].is_computing:
+        if any(ahead.is_computing for ahead in aheads):
             time.sleep(_POLL_S)
             return True
         self._end_passes()
@@ -259,21 +271,27 @@ class DraftQueue:
                 ahead.forget()
         return bool(aheads)
 
-    def _end_passes(self, but: PassesAhead | None = None) -> None:
+    def _end_passes(self, but: Sequence[PassesAhead] = ()) -> None:
         """Time the last passes ahead, before the device computes something else."""
-        for group in self._groups.values():
-            if group.ahead is not None and group.ahead is not but:
-                group.ahead.end_pass()
+        for ahead in [ahead for group in self._groups.values() for ahead in group.aheads if ahead not in but]:
+            ahead.end_pass()
+
+    def _cached(self, row: ProposeRow) -> CachedPrefix | None:
+        return self.caches[row.draft_index].prefixes.get(row.request.request_id)
 
     def _forget(self, name: str) -> None:
-        if (ahead := self._groups[_lease_of(name)].ahead) is not None:
-            ahead.release(name)
-        self._drafter.release(name)
+        for index in range(len(self.caches)):
+            self._forget_in(index, name)
 
-    def _choose_victim(self, names: Sequence[str]) -> str:
+    def _forget_in(self, index: int, name: str) -> None:
+        if aheads := self._groups[_lease_of(name)].aheads:
+            aheads[index].release(name)
+        self._drafters[index].release(name)
+
+    def _choose_victim(self, cache: DraftCache, names: Sequence[str]) -> str:
         """Return the least recently used request of the group with the most blocks."""
         num_blocks: Counter[int] = Counter()
-        for name, prefix in self.cache.prefixes.items():
+        for name, prefix in cache.prefixes.items():
             num_blocks[_lease_of(name)] += len(prefix.block_ids)
         return max(names, key=lambda name: num_blocks[_lease_of(name)])
 

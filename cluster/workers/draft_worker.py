@@ -54,7 +54,7 @@ class _Held:
 
 
 class DraftWorker(Worker):
-    """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client.
+    """Holds the weights of drafts, and caches of committed prefixes; decides nothing that reaches a client.
 
     `load` and `serve` block, `serve` in a thread of its own; everything else may be called from other threads.
     """
@@ -81,7 +81,7 @@ class DraftWorker(Worker):
         self._working_since: float | None = None
 
     def load(self, cache: CacheSize | None = None) -> ModelInfo:
-        """Load the draft; raise ModelError if it cannot be served. Without `cache`, it may use its whole device."""
+        """Load the drafts; raise ModelError if one cannot be served. Without `cache`, they may use the whole device."""
         with importing():
             from cluster.workers.draft_queue import DraftQueue
             from engine.drafting.assembly import assemble
@@ -98,30 +98,31 @@ class DraftWorker(Worker):
         self._engine, self._features = replace(self._engine, **cache._asdict()), FeatureStore()
         source, target = self._open(config.draft), self._open(config.target)
         assembly = assemble(target, source, self._engine)
-        draft = assembly.load_draft(run_ahead=config.run_ahead == "on", features=self._features)
-        self._backend = draft.backend
+        drafts = assembly.load_drafts(run_ahead=config.run_ahead == "on", features=self._features)
+        self._backends = [draft.backend for draft in drafts]
         if config.draft_learning == "on":
             if assembly.shared_ids is not None:
                 raise ModelError(f"draft_learning is on, but {config.draft.path} has another tokenizer than the target")
             self._study = Study(
-                Learner(draft.backend, config.engine.num_speculative_tokens),
+                Learner(drafts[0].backend, config.engine.num_speculative_tokens),
                 share=config.draft_learning_share,
                 path=config.draft_learning_path,
                 draft=source.digest,
                 drafted_s=lambda: self._drafted_s,
             )
         capacity, is_shared = 4 * config.engine.max_num_seqs, self._max_groups > 1
-        self._queue = DraftQueue(draft, self._engine, capacity=capacity, is_shared=is_shared, study=self._study)
-        self._backend.warm_up()
-        return self._backend.info
+        self._queue = DraftQueue(drafts, self._engine, capacity=capacity, is_shared=is_shared, study=self._study)
+        for backend in self._backends:
+            backend.warm_up()
+        return self._backends[0].info
 
     def lease(self, identity: str, num_rows: int) -> Lease:
         """Lease this worker to the client with this identity, or go on with its lease.
 
         Raises TargetError if other leases leave no blocks for a full context and a block for each row.
         """
-        assert self._backend is not None, "load comes first"
-        info, engine = self._backend.info, self._engine
+        assert self._backends, "load comes first"
+        info, engine = self._backends[0].info, self._engine
         assert engine.num_blocks is not None
         length = min(info.max_model_len, engine.max_model_len or info.max_model_len) + engine.num_speculative_tokens
         blocks_per_context = -(-length // engine.block_size)
@@ -192,8 +193,9 @@ class DraftWorker(Worker):
 
     def serve(self) -> None:
         """Draft until `close`; an error that ends it is raised, and ends all leases."""
-        assert self._backend is not None, "load comes first"
-        self._backend.enter_thread()
+        assert self._backends, "load comes first"
+        for backend in self._backends:
+            backend.enter_thread()
         if self._study is not None:
             self._study.start()
         try:

@@ -1,5 +1,6 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens, and the chat completion request that they become."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -142,7 +143,7 @@ class CountTokensRequest(RequestModel):
 class MessagesRequest(CountTokensRequest, CommonRequest):
     """The body of /v1/messages."""
 
-    CHAT_FIELDS: ClassVar = {
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
         "messages": "messages",
         "response_format.json_schema.schema": "output_config.format.schema",
         "stop": "stop_sequences",
@@ -155,6 +156,6 @@ class MessagesRequest(CountTokensRequest, CommonRequest):
 
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request; raise RequestError for too many messages, or a trace."""
-        self.refuse_trace()
+        self.refuse_reports()
         shared = {name: getattr(self, name) for name in (*CommonRequest.model_fields, "max_tokens")}
         return super().to_chat().model_copy(update={**shared, "stop": self.stop_sequences})

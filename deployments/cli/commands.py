@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from collections import Counter
 from contextlib import AbstractContextManager
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -186,9 +185,9 @@ def prove(
     full: Annotated[bool, typer.Option(help="All texts and draft lengths, not a minute's worth.")] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Compare a server's texts with plain decoding.
+    """Audit a server's texts, made with every draft, batch and fault.
 
-    With every draft, batch and fault. Exit 0 if all texts are equal.
+    Exit 0 if all texts are equal.
     """
     from deployments.diagnosis import prove as proving
     from deployments.diagnosis.http_client import Client
@@ -196,37 +195,38 @@ def prove(
 
     with _diagnosis():
         kills = kill.split(",") if kill else []
-        proof, entries = proving.prove(Client(url, api_key), read_texts(texts), kills, is_full=full)
+        proof, records = proving.prove(Client(url, api_key), read_texts(texts), kills, is_full=full)
         out.mkdir(parents=True, exist_ok=True)
         (out / "proof.json").write_text(json.dumps(proof, indent=2) + "\n")
         (out / "proof.md").write_text(proving.page(proof))
-        (out / "answers.jsonl").write_text("".join(f"{entry.model_dump_json()}\n" for entry in entries))
+        (out / "answers.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
         typer.echo(proving.page(proof))
         raise typer.Exit(int(not proof["all_equal"]))
 
 
-@app.command()
-def replay(
-    file: Annotated[Path, typer.Argument(help="JSON lines with path, body and answer.")],
+@app.command(name="audit")
+def audit_records(
+    records: Annotated[Path, typer.Argument(help="A file of JSON lines, or a folder of such files.")],
+    settings: Settings = None,
     url: Url = URL,
-    any_server: Annotated[bool, typer.Option(help="Compare although the server's fingerprint differs.")] = False,
+    target_model: Annotated[str | None, typer.Option(help="Load this target here instead, with settings.")] = None,
+    near: Annotated[float, typer.Option(min=0, help="Scores that are this near may change places.")] = 0.0,
     api_key: ApiKey = None,
 ) -> None:
-    """Make logged answers again, and compare them.
+    """Check recorded answers against a target.
 
-    Reports the first token that differs. Exit 0 if all are equal.
+    Would it write each of their tokens? Exit 0 if so, 1 if a text differs, 2 if one cannot be checked.
     """
+    from deployments.diagnosis.audit_report import audit_files
+    from deployments.diagnosis.auditors import local_auditor, server_auditor
     from deployments.diagnosis.http_client import Client
-    from deployments.diagnosis.replay import read_entries, replay_entry
 
     with _diagnosis():
-        client, outcomes = Client(url, api_key), Counter[str]()
-        for number, entry in enumerate(read_entries(file), 1):
-            outcome, details = replay_entry(entry, client, any_server=any_server)
-            outcomes[outcome] += 1
-            typer.echo(f"{number}: {outcome}: {details}")
-        typer.echo(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
-        raise typer.Exit(int(set(outcomes) != {"equal"}))
+        if target_model is None and settings:
+            raise typer.BadParameter(f"{settings[0]!r} is a setting of a target here, but --target-model is missing")
+        by_name = _by_name(settings) | {"target_model": target_model or ""}
+        audit = local_auditor(by_name) if target_model else server_auditor(Client(url, api_key))
+        raise typer.Exit(audit_files(records, audit, near))
 
 
 def _diagnosis() -> AbstractContextManager[None]:

@@ -50,8 +50,8 @@ def path_findings(config: AppConfig) -> Iterator[Finding]:
     pull = f"`paceline pull {names}` downloads what is missing"
     for role, model in _models(group).items():
         try:
-            source = open_model(model)
-            yield Finding("ok", role, f"{source.directory}, {len(source.weight_files)} files of weights")
+            for source in open_model(model).drafts:
+                yield Finding("ok", role, f"{source.directory}, {len(source.weight_files)} files of weights")
         except ModelError as error:
             yield Finding("error", role, str(error), pull)
     if known and group.draft is None and group.method.proposes and pair.draft_model == "auto":
@@ -70,7 +70,7 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
     try:
         check_kinds(target, drafts[0] if drafts else None, group.method)
         target.check_length(engine.max_model_len)
-        shared_ids = [shared_tokens(target, draft) for draft in drafts]
+        shared_ids = [shared_tokens(target, each) for draft in drafts for each in draft.drafts]
         has_one_gpu = shares_gpu(group, placement_bundles(group, num_gpus=this_machine()[0]["GPU"]))
         target_survey, *draft_surveys = [
             survey(target, engine, world_size=size),

@@ -1,6 +1,6 @@
-"""Prove: asks a server for the same texts in every way, and compares every token with plain decoding.
+"""Prove: asks a server for the same texts in every way, and has every different answer audited.
 
-The reference is each text alone, without a draft. Then batch, draft length, streaming and killed processes change.
+Batch, draft length, streaming and killed processes change; equal answers are audited once.
 """
 
 import json
@@ -13,13 +13,14 @@ from threading import Event
 from typing import Any
 
 from deployments.diagnosis.http_client import Client, ServerError
-from deployments.diagnosis.replay import Entry, first_difference
 from deployments.diagnosis.running import PATH
+from deployments.records.record_reader import AuditedChoice
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 BATCH = 8
 _READY_S = 120
-_PLAIN = {"enabled": False, "metrics": "summary"}
+_PLAIN = {"enabled": False}
+_REPORTS = {"metrics": "summary", "record": True}
 
 
 @dataclass(slots=True)
@@ -53,13 +54,13 @@ def cases(num_speculative_tokens: int, kills: Sequence[str], *, is_full: bool) -
 
 def prove(
     client: Client, texts: Sequence[str], kills: Sequence[str], *, is_full: bool
-) -> tuple[dict[str, Any], list[Entry]]:
-    """Ask for all texts in all ways; return the proof, and the entries for `replay`."""
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Ask for all texts in all ways, and audit them; return the proof, and the records of the distinct answers."""
     num_tokens = 128 if is_full or kills else 32  # a kill takes a moment
-    common = {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
+    common = {"max_tokens": num_tokens, "ignore_eos": True}
     pairs = [(text, temperature) for text in (texts if is_full else texts[:3]) for temperature in TEMPERATURES]
     requests = [common | {"prompt": text, "temperature": t, "seed": seed} for seed, (text, t) in enumerate(pairs)]
-    prover = _Prover(client, requests, expected=[])
+    prover = _Prover(client, requests)
     if kills:
         try:
             client.post("/demo/kill", {})
@@ -67,84 +68,93 @@ def prove(
             if error.status != 400:  # no process was named
                 raise ServerError(f"no process can be killed: start the server with page=demo; {error}") from error
     try:
-        prover.expected = [prover.ask(request | {"speculative": _PLAIN})[0] for request in requests]
-        answer = prover.entries[0].answer
+        answer = prover.ask(requests[0] | {"max_tokens": 1, "speculative": _PLAIN | _REPORTS})
         k = answer["metrics"]["speculative_decoding"]["num_spec_tokens"]
     except KeyError as error:
         raise ServerError(f"{client.url} answers without {error}: is it Paceline?") from error
     finished = list(map(prover.run, cases(k, kills, is_full=is_full)))
+    problems = _problems(finished)
     proof = {
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "server": client.url,
         "version": client.get("/version")["version"],
         "model": answer["model"],
         "system_fingerprint": answer["system_fingerprint"],
-        "requests": [body | {"token_ids": ids} for body, ids in zip(requests, prover.expected, strict=True)],
+        "requests": requests,
+        "num_audited": len(prover.audits),
         "cases": list(map(asdict, finished)),
-        "problems": (problems := _problems(finished, prover.expected)),
+        "problems": problems,
         "all_equal": not problems and not any(case.differences for case in finished),
     }
-    return proof, prover.entries
+    return proof, prover.records
 
 
 @dataclass(slots=True)
 class _Prover:
-    """Asks one server; `entries` holds the requests without a stream, and their answers."""
+    """Asks one server, and audits each answer that it has not seen yet."""
 
     client: Client
     requests: Sequence[dict[str, Any]]
-    expected: list[list[int]]
-    entries: list[Entry] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    audits: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """What is wrong with each answer, by request and texts."""
 
     def run(self, case: Case) -> Case:
         started, has_begun = time.monotonic(), Event()
         stream = {"stream": True, "stream_options": {"include_usage": True}} if case.is_streamed else {}
-        body = {"speculative": case.speculative | {"metrics": "summary"}, **stream}
+        body = {"speculative": case.speculative | _REPORTS, **stream}
         with ThreadPoolExecutor(case.num_at_once) as threads:
             waiting = [threads.submit(self.ask, request | body, has_begun.set) for request in self.requests]
             if case.killed and has_begun.wait():
                 self.client.post("/demo/kill", {"process": case.killed})
                 case.num_cut = sum(not answer.done() for answer in waiting)
-        for number, (answer, expected) in enumerate(zip(waiting, self.expected, strict=True)):
-            error = answer.exception()
-            actual, num_drafted = ([], 0) if error else answer.result()
-            case.num_tokens += len(actual)
-            case.num_draft_tokens += num_drafted
-            if (at := first_difference(expected, actual)) is not None:
-                tokens = {"expected": expected[at : at + 1], "actual": actual[at : at + 1]}
-                case.differences.append({"request": number, "position": at, **tokens, "error": error and str(error)})
         case.seconds = round(time.monotonic() - started, 3)
         deadline = time.monotonic() + _READY_S
         while case.killed and not self.client.get("/health", 503)["ready"]:
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.client.url} is not ready {_READY_S} s after the {case.killed} was killed")
             time.sleep(0.2)
+        for number, answer in enumerate(waiting):
+            if error := answer.exception():
+                case.differences.append({"request": number, "error": str(error)})
+                continue
+            record = answer.result()["record"]
+            case.num_tokens += sum(len(choice["token_ids"]) for choice in record["choices"])
+            case.num_draft_tokens += _num_drafted(answer.result())
+            case.differences += [{"request": number, **wrong} for wrong in self._audit(number, record)]
         return case
 
-    def ask(self, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> tuple[list[int], int]:
-        """Return an answer's tokens and how many were drafted; call `begin` when a stream has begun or failed."""
+    def _audit(self, number: int, record: dict[str, Any]) -> list[dict[str, Any]]:
+        key = json.dumps([number, record["choices"]])
+        if key not in self.audits:
+            self.records.append(record)
+            choices = self.client.post("/v1/audit", record)["choices"]
+            unequal = [choice for choice in choices if not AuditedChoice.model_validate(choice).is_equal(near=0.0)]
+            self.audits[key] = [choice | {"differences": choice["differences"][:1]} for choice in unequal]
+        return self.audits[key]
+
+    def ask(self, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Return an answer or a stream's last event; call `begin` when a stream has begun or failed."""
         if not body.get("stream"):
-            answer = self.client.post(PATH, body)
-            self.entries.append(Entry(path=PATH, body=body, answer=answer))
-            return list(answer["choices"][0]["token_ids"]), _num_drafted(answer)
-        token_ids: list[int] = []
+            answer: dict[str, Any] = self.client.post(PATH, body)
+            return answer
         last: dict[str, Any] = {}
         try:
-            for last in self.client.stream(PATH, body):
-                token_ids += [token_id for choice in last["choices"] for token_id in choice["token_ids"]]
+            for event in self.client.stream(PATH, body):
+                last = event
                 begin()
         finally:
             begin()
-        return token_ids, _num_drafted(last)
+        return last
 
 
 def _num_drafted(answer: dict[str, Any]) -> int:
     return int(answer["metrics"]["speculative_decoding"]["num_draft_tokens"])
 
 
-def _problems(finished: Sequence[Case], expected: Sequence[list[int]]) -> list[str]:
+def _problems(finished: Sequence[Case]) -> list[str]:
     """Return why equal texts would prove nothing."""
-    problems = ["the server wrote no tokens"] if not all(expected) else []
+    problems = ["the server wrote no tokens"] if not all(case.num_tokens for case in finished) else []
     if not any(case.num_draft_tokens for case in finished):
         problems.append("the server made no drafts")
     for case in finished:
@@ -164,13 +174,13 @@ def page(proof: dict[str, Any]) -> str:
         f"# {title}\n",
         f"{proof['model']} at {proof['server']}, Paceline {proof['version']}, `{proof['system_fingerprint']}`, "
         f"{proof['made_at']}. Each row asks for the same {total} texts, at temperatures 0, 0.7 and 1 with fixed "
-        "seeds. Every token is compared with plain decoding of one text at a time.\n",
+        f"seeds. Every token was audited: {proof['num_audited']} different answers, in one parallel pass each.\n",
         "| draft | at once | streamed | killed | equal | tokens | drafted | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in proof["cases"]:
         way = f"{case['drafts']} | {case['num_at_once']} | {case['is_streamed']} | {case['killed']}"
-        equal = f"{total - len(case['differences'])} of {total}"
+        equal = f"{total - len({each['request'] for each in case['differences']})} of {total}"
         lines.append(f"| {way} | {equal} | {case['num_tokens']} | {case['num_draft_tokens']} | {case['seconds']} |")
         differing += [f"- {way}: `{json.dumps(difference)}`" for difference in case["differences"]]
     return "\n".join([*lines, "", *differing[:20], ""])

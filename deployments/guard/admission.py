@@ -19,7 +19,7 @@ from engine.errors import QueueFullError
 if TYPE_CHECKING:
     from deployments.routing.client import ServeRouters
 
-GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/audit"})
 PREPARATION = "paceline.preparation"  # key of the ASGI scope
 CALM_S = 0.001
 """A turn of the event loop that takes less time has nothing to do but begin requests."""

@@ -40,13 +40,25 @@ _writing = ThreadPoolExecutor(1, "long answers")  # up to a second each, which m
 class Answer(StreamingResponse):
     """One response; when it ends, for any reason, its request in the Router ends, too."""
 
-    def __init__(self, writer: Writer, outputs: ResumableStream, ids: EventIds, *, hides_token: bool = False) -> None:
-        """Answer in the form of `writer`; `hides_token` hides the token generated for `max_tokens: 0`."""
+    def __init__(
+        self,
+        writer: Writer,
+        outputs: ResumableStream,
+        ids: EventIds,
+        keep: Callable[[], None] | None = None,
+        *,
+        hides_token: bool = False,
+    ) -> None:
+        """Answer in the form of `writer`, and `keep` the answer once it is whole.
+
+        `hides_token` hides the token generated for `max_tokens: 0`.
+        """
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), media_type="text/event-stream", headers=headers)
         self._writer = writer
         self._outputs = outputs
         self._ids = ids
+        self._keep = keep
         self._hides_token = hides_token
         self._first: list[RequestOutput] | None = None
 
@@ -61,7 +73,10 @@ class Answer(StreamingResponse):
             while outputs := await self._next():
                 for output in outputs:
                     self._writer.choices[choice_index(output.request_id)].append(output)
-            body = await _run(lambda: to_json(self._writer.whole()), is_long=_is_long(self._writer.choices))
+            is_long = self._writer.record is not None or _is_long(self._writer.choices)
+            body = await _run(lambda: to_json(self._writer.whole()), is_long=is_long)
+            if self._keep:
+                self._keep()
         return Response(body, media_type="application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,9 +98,11 @@ class Answer(StreamingResponse):
                 else:  # a continued stream is silent up to the client's last event
                     yield await _run(self._chunks, outputs, is_long=_is_long(outputs)) or KEEP_ALIVE
                 outputs = await self._next_or_idle()
-            is_long = writer.REPEATS_ALL and _is_long(writer.choices)
+            is_long = writer.record is not None or (writer.REPEATS_ALL and _is_long(writer.choices))
             if text := await _run(self._ids.closing, is_long=is_long):
                 yield text
+            if self._keep:
+                self._keep()
         except Exception as error:
             kind, body = describe(error)
             if kind.status == 500:

@@ -14,6 +14,7 @@ import ray
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
@@ -31,26 +32,27 @@ from deployments.observe.metrics import ReplicaMetrics, exposition, in_scope
 from deployments.observe.tracing import traceparent
 from deployments.openai.chat import ChatCompletion, ChatCompletionRequest, ChatWriter
 from deployments.openai.completions import Completion, CompletionRequest, CompletionWriter
-from deployments.openai.responses_request import ResponsesRequest, renamed
+from deployments.openai.responses_request import ResponsesRequest
 from deployments.openai.responses_writer import Response as ResponsesBody
 from deployments.openai.responses_writer import ResponsesWriter
-from deployments.openai.sampling_fields import GenerationRequest
-from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Reply, Writer
 from deployments.page.demo import add_demo
 from deployments.page.page import add_page
-from deployments.prompts.encoder import LONG_CHARS, PromptEncoder
+from deployments.prompts.encoder import PromptEncoder
 from deployments.prompts.grammar_compiler import GrammarCompiler
-from deployments.prompts.parameters import check_token_ids, fit, sampling_params
+from deployments.prompts.parameters import check_token_ids
+from deployments.prompts.reader import ReadRequest, RequestReader
 from deployments.prompts.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from deployments.ray_internals import bind_replica
+from deployments.records.record import GeneratingRequest, Record, Recording
+from deployments.records.record_log import RecordLog
+from deployments.records.record_reader import AuditBody, RecordReader
 from deployments.routing.client import ServeRouters
 from deployments.routing.loads import problem_of
-from deployments.wire import Description, Generation, ModelLimits, target_id
+from deployments.wire import Description, Generation, target_id
 from engine.config import SEEDED_RULES, ModelInfo
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.models.registry import open_model
-from engine.params import SamplingParams
 from engine.sampling.grammar import Grammars
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -69,17 +71,18 @@ class Ingress:
         set_log_format(config.log_format)
         self.config, self._keys = config, keys
         if not isinstance(routers, DeploymentHandle):
-            await self._start(routers)
+            await self._start(routers, "local")
             return
         bind_replica()
         with limited_start(config.start_timeout_s):
             host, target = ray.util.get_node_ip_address(), target_id(config.target)
             client = await ServeRouters.open(routers, host, target=target, has_pool=self.config.draft_pool)
             self._draining = in_background(end_at_shutdown(client.end_all), name="end streams at a shutdown")
-            await self._start(client)
+            await self._start(client, serve.get_replica_context().replica_tag)
 
-    async def _start(self, routers: ServeRouters) -> None:
+    async def _start(self, routers: ServeRouters, name: str) -> None:
         self._routers = routers
+        self._records = RecordLog(self.config.record, name) if self.config.record else None
         self.admission = Admission(routers)
         self._target = open_model(self.config.target)
         self._encoder = PromptEncoder(await asyncio.to_thread(lambda: self._target.tokenizer))
@@ -98,6 +101,7 @@ class Ingress:
         errors = partial(answers, error=MessagesError)
         post("/v1/messages", responses=errors(MessageBody, streams=True))(self.messages)
         post("/v1/messages/count_tokens", responses=errors(InputTokens))(self.count_tokens)
+        post("/v1/audit", responses=answers(AuditBody))(self.audit)
         post("/tokenize", responses=answers(Tokens))(self.tokenize)
         post("/detokenize", responses=answers(Text))(self.detokenize)
         get("/v1/models", responses=answers(ModelList))(self.models)
@@ -116,7 +120,9 @@ class Ingress:
         self._info = info = description.target
         self._fingerprint = fingerprint(self.config, info, self._target.tokenizer)
         grammars = Grammars(self._target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-        self._compiler = GrammarCompiler(grammars)
+        compiler, max_n = GrammarCompiler(grammars), self.config.limits.max_n
+        self._reader = RequestReader(self._encoder, compiler, description.limits, self.config.adapters, max_n=max_n)
+        self._record_reader = RecordReader(self._reader, self._encoder, info.eos_token_ids)
         logger.info(announcement(self.config, description, await self._routers.base_url()))
         return description
 
@@ -132,27 +138,41 @@ class Ingress:
 
     async def completions(self, request: CompletionRequest, arrival: Arrived) -> Response:
         """Continue a prompt."""
-        limits = (await self._served(request.model)).limits
-        params = self._params(request, limits, request.model)
-        source = request.text_source()
-        prompts, params = fit(params, request, await self._prompts(request, limits), limits)
-        echoed = prompts if request.echo else []
-        echoes = [await self._encoder.decode_tokens(prompt, skip_special_tokens=True) for prompt in echoed]
-        reply = await self._reply("cmpl-", prompts, request, limits)
-        return await self._answer(CompletionWriter(reply, request, echoes), params, source, arrival)
+
+        def begin(reply: Reply, read: ReadRequest) -> Writer:
+            return CompletionWriter(reply, request, read.echoes)
+
+        return await self._answer(request, arrival, "cmpl-", begin)
 
     async def chat_completions(self, request: ChatCompletionRequest, arrival: Arrived) -> Response:
         """Answer a conversation."""
-        return await self._converse(request, "chatcmpl-", ChatWriter, arrival)
+        return await self._converse(request, arrival, "chatcmpl-", ChatWriter)
 
     async def responses(self, request: ResponsesRequest, arrival: Arrived) -> Response:
         """Answer a conversation, in OpenAI's newer form."""
-        writer = partial(ResponsesWriter, responses_request=request)
-        return await self._converse(request, "resp_", writer, arrival)
+        return await self._converse(request, arrival, "resp_", partial(ResponsesWriter, responses_request=request))
 
     async def messages(self, request: MessagesRequest, arrival: Arrived) -> Response:
         """Answer a conversation, in Anthropic's form."""
-        return await self._converse(request, "msg_", MessagesWriter, arrival)
+        return await self._converse(request, arrival, "msg_", MessagesWriter)
+
+    async def audit(self, record: Record, arrival: Arrived) -> Response:
+        """Say where this server would have written another token than a recorded answer has."""
+        request = record.request()
+        await self._served(request.model)
+        salt = self._salt(request, arrival)
+        answer = await self._record_reader.read(record, request, salt)
+        generation = answer.generation(
+            f"audit-{secrets.token_hex(16)}",
+            self.config.limits.request_timeout_s,
+            cache_salt=salt,
+            traceparent=traceparent(),
+            owner=arrival.preparation.owner,
+        )
+        outputs = self._routers.generate(generation)
+        self.admission.submitted(arrival.preparation)
+        findings = await answer.findings(outputs)
+        return json_response(answer.body(findings, self._fingerprint, self._encoder.token_bytes))
 
     async def count_tokens(self, request: CountTokensRequest) -> Response:
         """Return the number of tokens of a conversation in Anthropic's form."""
@@ -222,76 +242,43 @@ class Ingress:
         """Return this replica's metrics, for the Ingress that answers `/metrics`."""
         return self._routers.collect_here()
 
-    def _params(
-        self, request: CompletionRequest | ChatCompletionRequest, limits: ModelLimits, model: str | None
-    ) -> SamplingParams:
-        params = sampling_params(request, limits, max_n=self.config.limits.max_n)
-        return replace(params, adapter=self.config.adapters.get(model or ""))
-
-    async def _prompts(self, request: CompletionRequest, model: ModelLimits) -> list[list[int]]:
-        prompt = request.prompt
-        entries: Any = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-        check_token_ids([entry for entry in entries if not isinstance(entry, str)], model, "prompt")
-        adds_special = request.add_special_tokens is not False
-        encode = partial(self._encoder.encode, max_model_len=model.max_model_len, adds_special_tokens=adds_special)
-        return [await encode(entry) if isinstance(entry, str) else entry for entry in entries]
-
     async def _converse(
-        self,
-        request: ChatCompletionRequest | ResponsesRequest | MessagesRequest,
-        prefix: str,
-        writer: Callable[..., Writer],
-        arrival: Arrival,
+        self, request: GeneratingRequest, arrival: Arrival, prefix: str, writer: Callable[..., Writer]
     ) -> Response:
-        """Answer a request as a chat completion; errors name the fields that the client sent."""
-        limits = (await self._served(request.model)).limits
-        try:
-            chat = request if isinstance(request, ChatCompletionRequest) else request.to_chat()
-            params = self._params(chat, limits, request.model)
-            form = self._encoder.form
-            source = chat.grammar_source(form.tool_form if form else None)
-            prompts = [await self._encoder.encode_chat(chat, limits.max_model_len)]
-            prompts, params = fit(params, chat, prompts, limits)
-            end = "" if form is None else await self._encoder.answer_begun(chat, prompts[0])
-            begin = partial(writer, await self._reply(prefix, prompts, chat, limits), chat, form, end)
-            # A long answer that the client has begun takes time to read.
-            answer = await asyncio.to_thread(begin) if len(end) > LONG_CHARS else begin()
-            if form is not None:
-                params = replace(params, mark_token_ids=list(form.mark_token_ids))
-                source = source and replace(source, thoughts=form.thoughts_after(end))
-            return await self._answer(answer, params, source, arrival)
-        except RequestError as error:
-            raise renamed(error, request.CHAT_FIELDS) from error
+        return await self._answer(
+            request, arrival, prefix, lambda reply, read: writer(reply, read.request, read.form, read.begun)
+        )
 
-    async def _reply(
-        self, prefix: str, prompts: list[list[int]], request: GenerationRequest, model: ModelLimits
-    ) -> Reply:
-        return Reply(
+    def _salt(self, request: GeneratingRequest, arrival: Arrival) -> str | None:
+        """Return the salt of a request's caches; with an owner, it is one that other owners cannot send."""
+        owner = "" if self.config.share_between_keys else arrival.preparation.owner
+        return f"{owner}/{request.cache_salt or ''}" if owner else request.cache_salt
+
+    async def _answer(
+        self, request: GeneratingRequest, arrival: Arrival, prefix: str, begin: Callable[[Reply, ReadRequest], Writer]
+    ) -> Response:
+        """Answer a request, from the client's last event on."""
+        await self._served(request.model)
+        salt = self._salt(request, arrival)
+        read = await self._reader.read(request, salt)
+        reply = Reply(
             id=prefix + secrets.token_hex(16),
             model=self.config.adapters.get(request.model or "") or self.config.model_name,
             fingerprint=self._fingerprint,
-            prompts=prompts,
+            prompts=read.prompts,
             token_bytes=self._encoder.token_bytes,
-            num_speculative_tokens=model.num_speculative_tokens,
-            predicted_token_ids=await self._encoder.encode_prediction(request.prediction, model.max_model_len),
+            num_speculative_tokens=self._reader.model.num_speculative_tokens,
+            predicted_token_ids=read.predicted_token_ids,
         )
-
-    async def _answer(
-        self, writer: Writer, params: SamplingParams, source: GrammarSource | None, arrival: Arrival
-    ) -> Response:
-        """Submit a request whose text must match `source`, and answer it, from the client's last event on."""
-        request, owner, salt = writer.request, arrival.preparation.owner, writer.request.cache_salt
-        if owner and not self.config.share_between_keys:
-            salt = f"{owner}/{salt or ''}"  # a salt that other owners cannot send
+        writer, params = begin(reply, read), read.params
         if params.learning_group is not None:
-            params = replace(params, learning_group=owner)
-        if source is not None:
-            params = replace(params, grammar=await self._compiler.compile(source, salt))
-        ids, seed = event_ids(writer, params, arrival.last_event_id, is_seeded=self.config.verification in SEEDED_RULES)
+            params = replace(params, learning_group=arrival.preparation.owner)
+        is_seeded = self.config.verification in SEEDED_RULES
+        ids, seed = event_ids(writer, params, arrival.last_event_id, is_seeded=is_seeded)
         generation = Generation(
             # Not the answer's id: another Ingress may have begun the answer.
             request_id=secrets.token_hex(16) if arrival.last_event_id else writer.reply.id,
-            prompts=writer.reply.prompts,
+            prompts=read.prompts,
             params=params,
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=salt,
@@ -299,10 +286,13 @@ class Ingress:
             gathers_first=not request.stream,
             drawn_seed=seed,
             traceparent=traceparent(),
-            predicted_token_ids=writer.reply.predicted_token_ids,
+            predicted_token_ids=read.predicted_token_ids,
             priority=request.priority or 0,
-            owner=owner,
+            owner=arrival.preparation.owner,
         )
         outputs = self._routers.generate(generation)
         self.admission.submitted(arrival.preparation)
-        return await Answer(writer, outputs, ids, hides_token=request.max_tokens == 0).begin()
+        seed = seed if read.params.seed is None else read.params.seed
+        recording = Recording(request, writer, seed, self.config.verification)
+        keep = partial(self._records.keep, recording) if self._records else None
+        return await Answer(writer, outputs, ids, keep, hides_token=read.request.max_tokens == 0).begin()

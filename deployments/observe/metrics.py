@@ -155,6 +155,9 @@ class RouterMetrics:
         if by_adapter := stats.num_tokens_by_adapter:
             text = "Draft tokens of requests with a LoRA adapter."
             yield "paceline:adapter_draft_tokens", text, by_adapter, "adapter", "outcome"
+        if self._engine.config.num_drafts > 1:
+            by_draft = {(str(i), outcome): n for (i, outcome), n in self._engine.planner.num_tokens_by_draft.items()}
+            yield "paceline:draft_tokens", "Draft tokens by place in draft_model.", by_draft, "draft", "outcome"
         yield "vllm:prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens
         yield "vllm:prompt_tokens_cached", "Prompt tokens that were cached.", cached
         yield "vllm:prompt_tokens_by_source", "Prompt tokens, computed or cached.", sources, "source"

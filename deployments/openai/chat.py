@@ -26,6 +26,9 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     parallel_tool_calls: bool | None = None
     """Whether several calls may be required at once (the default)."""
 
+    def to_chat(self) -> "ChatCompletionRequest":
+        return self
+
     def grammar_source(self, tool_form: ToolForm | None) -> GrammarSource | None:
         """Return the grammar of a required call, or the client's constraint; raise RequestError if they conflict."""
         source = self.text_source()
@@ -82,6 +85,7 @@ class ChatCompletion(ResponseModel):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     metrics: RequestMetrics | None = None
+    record: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

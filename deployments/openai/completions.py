@@ -66,6 +66,7 @@ class Completion(ResponseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
+    record: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

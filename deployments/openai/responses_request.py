@@ -163,7 +163,7 @@ Includable = Literal[
 class ResponsesRequest(SamplingRequest):
     """The body of /v1/responses. Nothing is stored, so each request holds the whole conversation."""
 
-    CHAT_FIELDS: ClassVar = {
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {
         "messages": "input",
         "max_completion_tokens": "max_output_tokens",
         "response_format.json_schema.schema": "text.format.schema",
@@ -205,7 +205,7 @@ class ResponsesRequest(SamplingRequest):
 
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request; raise RequestError if none is equivalent."""
-        self.refuse_trace()
+        self.refuse_reports()
         has_logprobs = LOGPROBS in (self.include or [])
         if has_logprobs and self.tools:
             raise RequestError(f"{LOGPROBS} is not available with tools", "include")

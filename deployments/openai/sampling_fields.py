@@ -59,6 +59,8 @@ class Speculation(RequestModel):
     """Acceptance figures in the response, as `metrics.speculative_decoding`."""
     trace: bool | None = None
     """The rounds that made the text, as `rounds` of the choice; for one choice."""
+    record: bool | None = None
+    """The answer's `record`, from which `/v1/audit` checks it; in a stream, with the token counts after the text."""
 
 
 class Prediction(RequestModel):
@@ -95,11 +97,12 @@ class CommonRequest(RequestModel):
     """Lower starts earlier; the default is 0. A positive one lets everybody's requests pass, a negative one passes only
     those of the same API key."""
 
-    def refuse_trace(self) -> None:
-        """Raise RequestError for a trace, where the response has no place for it."""
-        if self.speculative and self.speculative.trace:
-            message = "speculative.trace is not available here; /v1/chat/completions has it"
-            raise RequestError(message, "speculative.trace")
+    def refuse_reports(self) -> None:
+        """Raise RequestError for a trace or a record, where the response has no place for it."""
+        for name in ("trace", "record"):
+            if getattr(self.speculative, name, None):
+                field = f"speculative.{name}"
+                raise RequestError(f"{field} is not available here; /v1/chat/completions has it", field)
 
 
 class SamplingRequest(CommonRequest):

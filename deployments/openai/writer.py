@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -124,6 +125,8 @@ class Writer(ABC):
     request: GenerationRequest
     choices: list[Choice] = field(init=False)
     num_events: int = field(default=0, init=False)
+    record: Callable[[], dict[str, Any]] | None = field(default=None, init=False)
+    """Returns the record of the whole answer, if the client asked for it; see `deployments/records`."""
 
     def __post_init__(self) -> None:
         prompts = self.reply.prompts
@@ -198,16 +201,19 @@ class Writer(ABC):
         }
 
     def usage_fields(self) -> dict[str, Any]:
-        """Return the final token counts and, if requested, the acceptance figures."""
+        """Return the final token counts and, if requested, the acceptance figures and the record."""
         level = self.request.speculative and self.request.speculative.metrics
         metrics = {} if level in (None, "none") else {"metrics": self._metrics(is_detailed=level == "detailed")}
         usage = self.usage()
         if self.request.prediction is not None:
             usage.completion_tokens_details = self._prediction_details()
-        return {"usage": usage, **metrics}
+        record = {} if self.record is None else {"record": self.record()}
+        return {"usage": usage, **metrics, **record}
 
     @property
     def has_usage_chunk(self) -> bool:
+        if self.record is not None:
+            return True
         options = self.request.stream_options
         return options is not None and options.has_usage
 

@@ -1,5 +1,6 @@
 """Which token ids and parameters is a request?
 
+- `reader`: a request of any API, read whole by what the other files do.
 - `parameters`: fields to sampling parameters; limits that depend on the model; truncated prompts.
 - `encoder`, `tokenization`: text to token ids and back, on threads; the fields of /tokenize and /detokenize.
 - `conversation`, `template_input`: messages and tools to text, by the chat template and what it reads.

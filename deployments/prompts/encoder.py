@@ -64,6 +64,11 @@ class PromptEncoder:
         self._check_length(len(text), max_model_len, "prediction")
         return await self._run(_encode_prompt, text, False, is_long=len(text) > LONG_CHARS) if text else []
 
+    async def encode_answer(self, text: str, max_model_len: int) -> list[int]:
+        """Return the ids of a model's own text, in which special tokens are themselves; raise PromptTooLongError."""
+        self._check_length(len(text), max_model_len, "text")
+        return await self._run(_encode_answer, text, is_long=len(text) > LONG_CHARS)
+
     async def encode_chat(self, request: ConversationBody, max_model_len: int) -> list[int]:
         """Return a conversation's token ids, up to where the answer starts; raise RequestError if it is refused."""
         variables, messages = request.template_variables(), request.messages or []
@@ -123,6 +128,11 @@ def _num_chars(message: ChatMessage) -> int:
 
 def _encode_prompt(tokenizer: Any, text: str, adds_special_tokens: bool) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=adds_special_tokens, split_special_tokens=True)["input_ids"]
+    return ids
+
+
+def _encode_answer(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
     return ids
 
 

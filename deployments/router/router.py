@@ -66,7 +66,8 @@ class Router:
 
     async def _start(self, settings: GroupConfig, leases: ServeLeases | None) -> None:
         started = time.monotonic()
-        draft = settings.target.head or (settings.draft.path if settings.draft else "(none)")
+        drafts = (settings.draft.path, *settings.draft.others) if settings.draft else ()
+        draft = settings.target.head or ", ".join(drafts) or "(none)"
         logger.info("loading the target %s and the draft %s", settings.target.path, draft)
         self._group = await SpeculationGroup.start(settings, leases)
         self._exit.push_async_callback(self._group.stop)

@@ -1,11 +1,11 @@
 """Acceptance: how likely draft tokens are accepted, learned from outcomes, by place.
 
-A place is a token's position in a draft. In `engine.drafting`, it can also be the length of the match before a copied
-token, or a token's rank among siblings.
+A place is a token's position in a draft, or the draft model that proposed it. In `engine.drafting`, it can also be the
+length of the match before a copied token, or a token's rank among siblings.
 """
 
 from collections.abc import Sequence
-from math import exp, log
+from math import exp, log, sqrt
 
 PRIOR = 0.7
 """Acceptance of a token before anything is known."""
@@ -27,6 +27,14 @@ class Acceptance:
     def rate(self, place: int) -> float:
         """Return how likely a token at a place is accepted."""
         return 1 / (1 + exp(-self.odds[place]))
+
+    def bound(self, place: int, width: float) -> float:
+        """Return the log-odds of a place plus `width` standard deviations: the less is known, the higher."""
+        return self.odds[place] + width / sqrt(self._infos[place])
+
+    def fade(self, share: float) -> None:
+        """Keep a share of the information of all places."""
+        self._infos = [share * info for info in self._infos]
 
     def observe(self, place: int, *, accepted: bool) -> None:
         """Learn from a token."""

@@ -1,4 +1,4 @@
-"""Survival: how likely each draft token of a request is accepted, before it is drafted.
+"""Survival: how likely each draft token of a request is accepted, before it is drafted, and by which of several drafts.
 
 A token's log-odds are its place's log-odds plus its request's offset, which is learned within a few rounds. In a chain,
 a token survives if all tokens before it do, too.
@@ -6,8 +6,17 @@ a token survives if all tokens before it do, too.
 Log-odds by place belong to a kind of requests: greedy or sampled, with reshaped distributions or not, copies or not. A
 request starts with its kind's log-odds at that time, and only its first draft tokens teach its kind. So endless or
 unusual requests of a client hardly affect other requests.
+
+Of several drafts, a request gets the one with the highest upper confidence bound of acceptance (UCB, Auer et al. 2002).
+What is known fades, as in discounted UCB (Garivier and Moulines, 0805.3415), so each draft is tried again at times. A
+request begins with what first draft tokens taught its salt, so API keys learn nothing from one another.
+
+The choice depends on committed tokens and earlier verdicts alone, as draft lengths do. So given the past, draft tokens
+are still samples of the distribution that a rule is told, and texts keep the target's law by every rule. A choice that
+looked at drawn tokens or at their coins would break it.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
@@ -23,6 +32,9 @@ _MOST_INFO = 20.0
 _MOST_TAUGHT = 32
 """Draft tokens of one request that teach its kind. 16, 64 and all: 1.01, 1.00 and 1.00 times the tokens per second of a
 load that changes every 40 rounds."""
+_DRAFT_INFO, _BOUND, _KEPT = 3.0, 0.5, 0.99
+"""Of a request's drafts: the first information, the width of the bound, the information that a round leaves."""
+_MOST_SALTS = 64
 
 
 @dataclass(slots=True)
@@ -32,12 +44,15 @@ class History:
     Attributes:
         kind: the acceptance of the request's kind, which its verdicts also teach.
         odds: the log-odds by place that its kind had when the request came.
+        of_salt, by_draft: the acceptance of each draft by requests of its salt, and by this one; a place is a draft.
         offset: the request's offset, at place 0.
         num_taught: how many draft tokens were decided.
     """
 
     kind: Acceptance
     odds: list[float]
+    of_salt: Acceptance
+    by_draft: Acceptance
     offset: Acceptance = field(default_factory=lambda: Acceptance([0.5], info=0.5, most_info=_MOST_INFO))
     num_taught: int = 0
 
@@ -45,13 +60,16 @@ class History:
 class Survival:
     """The histories of running requests, and the acceptance of each kind."""
 
-    def __init__(self, num_draft_tokens: int, num_chains: int = 0) -> None:
+    def __init__(self, num_draft_tokens: int, num_chains: int = 0, num_drafts: int = 1) -> None:
         """Start without knowledge.
 
         Args:
             num_chains: 0 if drafts are chains, 1 if they are trees with the best node first. For trees of several
                 chains from the tip, with a node of each chain in turn, the number of chains.
+            num_drafts: how many drafts there are.
         """
+        self._num_drafts = num_drafts
+        self._salts: OrderedDict[tuple[bytes, bool], Acceptance] = OrderedDict()
         self._num_chains = num_chains
         width, places = max(1, num_chains), range(max(1, num_draft_tokens))
         trees = [PRIOR ** (1 + node // width) * (1 - PRIOR) ** (node % width) for node in places]
@@ -65,10 +83,16 @@ class Survival:
         key = request.request_id, is_copy
         history = self._recent.get(key) or self._older.get(key)
         if history is None:
-            kind = self._kind_of(request, is_copy)
-            history = History(kind, list(kind.odds))
+            kind, of_salt = self._kind_of(request, is_copy), self._of_salt(request, is_copy)
+            by_draft = Acceptance([of_salt.rate(index) for index in range(self._num_drafts)], info=_DRAFT_INFO)
+            history = History(kind, list(kind.odds), of_salt, by_draft)
         self._recent[key] = history
         return history
+
+    def choose_draft(self, request: Request) -> int:
+        """Return which draft is to draft for a request in this round."""
+        by_draft = self.history(request).by_draft
+        return max(range(self._num_drafts), key=lambda index: by_draft.bound(index, _BOUND))
 
     def forget(self) -> None:
         """Forget the histories that were not asked for since the last call."""
@@ -86,18 +110,29 @@ class Survival:
             np.minimum(rates[:, node], rates[:, node - self._num_chains], out=rates[:, node])
         return rates
 
-    def observe(self, history: History, draft: Draft, path: Sequence[int]) -> None:
-        """Learn from a verdict; `path` holds the accepted nodes."""
+    def observe(self, history: History, draft: Draft, path: Sequence[int], draft_index: int = 0) -> None:
+        """Learn from a verdict on tokens of the draft with this index; `path` holds the accepted nodes."""
         kept = set(path)
+        history.by_draft.fade(_KEPT)
         decided = [node for node, parent in enumerate(draft.parents) if parent in kept or parent < 0]
         for node in range(len(draft.parents)) if self._num_chains else decided:
             place = min(node, len(history.odds) - 1)
             rate = 1 / (1 + exp(-history.odds[place] - history.offset.odds[0]))
             error, info = (node in kept) - rate, rate * (1 - rate)
             history.offset.learn(0, error, info)
+            history.by_draft.observe(draft_index, accepted=node in kept)
             if history.num_taught < _MOST_TAUGHT:
                 history.kind.learn(place, error, info)
+                history.of_salt.observe(draft_index, accepted=node in kept)
         history.num_taught += len(decided)
+
+    def _of_salt(self, request: Request, is_copy: bool) -> Acceptance:
+        key = request.salt, is_copy
+        of_salt = self._salts.setdefault(key, Acceptance([PRIOR] * self._num_drafts))
+        self._salts.move_to_end(key)
+        if len(self._salts) > _MOST_SALTS:
+            self._salts.popitem(last=False)
+        return of_salt
 
     def _kind_of(self, request: Request, is_copy: bool) -> Acceptance:
         params = request.params

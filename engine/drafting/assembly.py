@@ -1,6 +1,7 @@
 """Assembly: a target and its draft, checked together and then loaded; a script loads both, a worker either."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -33,12 +34,15 @@ LoadedVerifier: TypeAlias = "ModelVerifier | VllmVerifier"
 
 @dataclass(frozen=True)
 class Assembly:
-    """Models that go together, with settled settings; `assemble` makes it. `shared_ids`: see `shared_tokens`."""
+    """Models that go together, with settled settings; `assemble` makes it.
+
+    `draft` brings the drafts beside it; `shared_ids` has for each of them what `shared_tokens` returns.
+    """
 
     target: ModelSource
     draft: ModelSource | None
     engine: EngineConfig
-    shared_ids: dict[int, int] | None
+    shared_ids: Sequence[dict[int, int] | None] = ()
 
     @property
     def method(self) -> Method:
@@ -62,19 +66,21 @@ class Assembly:
             logger.info("%d state slots", engine.num_states)
         return verifier
 
-    def load_draft(self, *, run_ahead: bool = False, features: FeatureStore | None = None) -> DraftModel:
-        """Load the draft, or raise ModelError; it never drafts ids beyond the target's vocabulary.
+    def load_drafts(self, *, run_ahead: bool = False, features: FeatureStore | None = None) -> list[DraftModel]:
+        """Load the drafts, or raise ModelError; they never draft ids beyond the target's vocabulary.
 
-        run_ahead: it will draft before the verdict is known; features: the target's as they arrive.
+        run_ahead: they will draft before the verdict is known; features: the target's as they arrive.
         """
-        assert self.draft is not None, "the method drafts with a model"
         method, engine = self.method, self.engine
-        model, branches = load_target(self.draft), method.branches(engine, run_ahead=run_ahead)
+        branches = method.branches(engine, run_ahead=run_ahead)
         invariant = rule_of(engine.verification).needs_draft_rows
-        backend = make_backend(model, self.draft, engine, invariant=invariant, branches=branches)
-        backend = translated(backend, self.target, self.draft, self.shared_ids)
         features = features if method.reads_features else None
-        return DraftModel(backend, self.target.vocab_size, self.grammars, run_ahead, features)
+        drafts = []
+        for source, shared in zip(self.draft.drafts if self.draft else (), self.shared_ids, strict=True):
+            backend = make_backend(load_target(source), source, engine, invariant=invariant, branches=branches)
+            backend = translated(backend, self.target, source, shared)
+            drafts.append(DraftModel(backend, self.target.vocab_size, self.grammars, run_ahead, features))
+        return drafts
 
 
 def assemble(target: ModelSource, draft: ModelSource | None, engine: EngineConfig) -> Assembly:
@@ -84,7 +90,7 @@ def assemble(target: ModelSource, draft: ModelSource | None, engine: EngineConfi
     """
     check_self_draft(engine, target)
     target.check_length(engine.max_model_len)
-    return Assembly(target, draft, engine, None if draft is None else shared_tokens(target, draft))
+    return Assembly(target, draft, engine, [shared_tokens(target, each) for each in draft.drafts] if draft else [])
 
 
 def load_vllm(source: ModelSource, engine: EngineConfig, grammars: Grammars, world: World | None) -> "VllmVerifier":
@@ -101,11 +107,12 @@ def load_vllm(source: ModelSource, engine: EngineConfig, grammars: Grammars, wor
 
 def check_files(target: ModelSource, draft: ModelSource | None, world_size: int) -> None:
     """Raise ModelError if a pair cannot be loaded or does not fit; reads only the headers of weights."""
-    for source in filter(None, (target, draft)):
+    drafts = draft.drafts if draft else []
+    for source in (target, *drafts):
         if source.config.execution == "torch":
             check_target(source)
         _ = source.eos_token_ids, source.tokenizer, source.weight_files
-    if draft is not None:
-        shared_tokens(target, draft)
+    for each in drafts:
+        shared_tokens(target, each)
     if world_size > 1 and target.config.execution == "torch":
         plan_of(target, world_size)

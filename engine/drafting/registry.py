@@ -5,7 +5,7 @@ imports the method's file when it is called, because the Router needs no torch t
 elsewhere is named by its import path: a `Method`, or a class of drafters for the Router, made of an `EngineConfig`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.predicted import PredictionCopier
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.several import SeveralDrafters
 from engine.errors import ConfigError
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
 
@@ -53,6 +54,12 @@ class Method:
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
     drafts_with: Literal["head", "target_head", "target_layers"] | None = None
 
+    def drafter_of(self, config: EngineConfig, drafts: Sequence[DraftModel]) -> Drafter:
+        """Return a drafter of these models, one or several; of no model, if the method loads none."""
+        if len(drafts) > 1:
+            return SeveralDrafters([self.make(config, draft) for draft in drafts])
+        return self.make(config, drafts[0] if drafts else None)
+
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
         """Return the drafter that the engine calls, given `make`'s drafter or a link; it copies predictions, too."""
         if self.in_front is not None:
@@ -73,6 +80,13 @@ def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
 
     assert draft is not None
     return RunAheadDrafter(draft, config) if draft.run_ahead else ModelDrafter(draft, config)
+
+
+def _head_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
+    from engine.drafting.model.block_model_drafter import BlockModelDrafter
+
+    assert draft is not None
+    return BlockModelDrafter(draft, config) if draft.backend.model.drafts_blocks else _model_drafter(config, draft)
 
 
 def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
@@ -127,7 +141,7 @@ METHODS: Mapping[str, Method] = {
     "head_tree": _IN_TARGET(
         make_in_target=partial(_target_drafter, trees=True), drafts_with="head", drafts_trees=True, rules=("coupled",)
     ),
-    "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True, drafts_with="head"),
+    "head_worker": Method("draft", _head_drafter, runs_ahead=_CHAIN_RULES, reads_features=True, drafts_with="head"),
     "mtp": _IN_TARGET(drafts_with="target_head"),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),

@@ -13,7 +13,7 @@ from engine.config import SEEDED_RULES, EngineConfig, ModelConfig, PairConfig
 from engine.drafting.registry import METHODS, Method, method_of
 from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.execution.vllm.arguments import check_arguments
-from engine.heads.config import BLOCK_KINDS, kind_of, verifier_of
+from engine.heads.config import drafts_blocks, kind_of, verifier_of
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
 
@@ -41,7 +41,7 @@ def settle(pair: PairConfig) -> Settled:
     method without drafts gets k = 0; if the settings ask for k = 0, speculation is off, and predictions are not copied.
     """
     draft, model = pair.draft, f"draft_model is {pair.draft_model!r}"
-    settings = _settings_of(draft)
+    settings, *others = [{}] if draft is None else map(_settings_of, open_model(draft).drafts)
     has_head = kind_of(settings) is not None
     if has_head and pair.drafting == "auto":
         pair = replace(pair, drafting="head")
@@ -49,6 +49,8 @@ def settle(pair: PairConfig) -> Settled:
     # Even if nothing is drafted, a head is checked and names the target.
     drafting, wanted, method = pair.drafting, method_of(pair.drafting), method_of(name)
     needs_head = wanted.drafts_with == "head"
+    if others and (needs_head or has_head or any(map(kind_of, others))):
+        raise ConfigError(f"{model}, several drafts, but a trained head drafts alone")
     if needs_head and (draft is None or (settings and not has_head)):
         raise ConfigError(f"drafting is {drafting!r}, but {model}, which is no trained head")
     if has_head and not needs_head and method.runs_in == "draft":
@@ -74,6 +76,7 @@ def settle(pair: PairConfig) -> Settled:
         drafting=name,
         num_speculative_tokens=pair.num_speculative_tokens if method.proposes else 0,
         speculation=pair.speculation if pair.num_speculative_tokens else "off",
+        num_drafts=1 + len(others) if method.runs_in == "draft" else 1,
     )
     if method.reads_features:
         draft = replace(target, head_only=True)
@@ -129,6 +132,10 @@ def check_learning(engine: EngineConfig) -> None:
     settings = f"draft_learning is on, but drafting is {engine.drafting!r} and verification {engine.verification!r}"
     if method.runs_in != "draft" or method.reads_features:
         raise ConfigError(f"{settings}: no draft model of a draft worker drafts")
+    if engine.num_drafts > 1:
+        raise ConfigError(
+            f"draft_learning is on, but draft_model names {engine.num_drafts} drafts; only a single one learns"
+        )
     if engine.verification not in SEEDED_RULES:
         raise ConfigError(f"{settings}: it learns from the noise that drafts share with the text, as with coupled")
 
@@ -141,29 +148,30 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
     """
     if (head := target.head) is not None:
         target.refuse("heads")
-        if kind_of(head.settings) in BLOCK_KINDS and (method.drafts_trees or method.reads_features):
-            raise ModelError(f"the head {head.path} drafts blocks, as only drafting=head can")
+        if method.drafts_trees and drafts_blocks(head):
+            raise ModelError(f"the head {head.path} drafts blocks; drafting must be head or head_worker")
         verifier = PairConfig(target_model=verifier_of(head.settings) or target.path).target.path
         if Path(verifier).name != Path(target.path).name:
             logger.warning("the head %s was trained for %s; the target is %s", head.path, verifier, target.path)
-    elif draft is not None and kind_of(draft.settings):
-        raise ModelError(f"{draft.path} is a trained head; drafting must be {', '.join(_HEAD_METHODS)}")
-    elif draft is not None and draft.kind.name != target.kind.name:
-        kinds = f"the target {target.path} is {target.kind.name}, the draft {draft.path} is {draft.kind.name}"
-        raise ModelMismatchError(f"{kinds}; both must be of the same kind")
+    for each in [] if head is not None or draft is None else draft.drafts:
+        if kind_of(each.settings):
+            raise ModelError(f"{each.path} is a trained head; drafting must be {', '.join(_HEAD_METHODS)}")
+        if each.kind.name != target.kind.name:
+            kinds = f"the target {target.path} is {target.kind.name}, the draft {each.path} is {each.kind.name}"
+            raise ModelMismatchError(f"{kinds}; both must be of the same kind")
     if method.drafts_trees:
         target.refuse("trees")
-        if draft is not None and method.runs_in == "draft":
-            draft.refuse_to_draft("trees")
+        for each in [] if draft is None or method.runs_in != "draft" else draft.drafts:
+            each.refuse_to_draft("trees")
     if method.runs_in == "target":
         target.refuse("self-drafts")
     if method.reads_features:
         target.refuse("features")
 
 
-def _settings_of(model: ModelConfig | None) -> Mapping[str, Any]:
+def _settings_of(model: ModelSource) -> Mapping[str, Any]:
     """Return a model's config.json; empty if it is not on this machine."""
     try:
-        return {} if model is None else open_model(model).settings
+        return model.settings
     except ModelError:
         return {}

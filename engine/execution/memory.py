@@ -48,6 +48,14 @@ class Survey:
     footprint: Footprint
 
 
+def together(models: Sequence[Footprint]) -> Footprint:
+    """Return the footprint of models that one worker loads."""
+    added = ("weight_bytes", "workspace_bytes", "kv_token_bytes", "state_bytes")
+    sums = {name: sum(getattr(model, name) for model in models) for name in added}
+    names, longest = " and ".join(model.name for model in models), max(model.max_model_len for model in models)
+    return Footprint(names, max_model_len=longest, **sums)
+
+
 def with_learner(draft: Footprint, learning: str) -> Footprint:
     """Return the footprint of a draft model with what it takes to learn, if `draft_learning` is on."""
     return replace(draft, weight_bytes=draft.weight_bytes * (1 + LEARNER_COPIES)) if learning == "on" else draft

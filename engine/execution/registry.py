@@ -9,7 +9,7 @@ import torch
 from engine.config import EngineConfig, import_named
 from engine.execution.backend import Backend
 from engine.execution.footprint import footprint, footprint_with_vllm
-from engine.execution.memory import Survey
+from engine.execution.memory import Survey, together
 from engine.models.causal_lm import CausalLM
 from engine.models.files import names_model
 from engine.models.loader import resolve_device, resolve_dtype
@@ -52,7 +52,13 @@ def make_backend(
 
 @names_model
 def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) -> Survey:
-    """Measure a worker's device and model for the memory plan; raise ModelError if they cannot be measured."""
+    """Measure a worker's device and model for the memory plan, a draft with the others beside it.
+
+    Raises ModelError if they cannot be measured.
+    """
+    if len(source.drafts) > 1:
+        surveys = [survey(draft, engine) for draft in source.drafts]
+        return replace(surveys[0], footprint=together([each.footprint for each in surveys]))
     device = resolve_device(source.config.device)
     dtype = resolve_dtype(source.config.dtype, device)
     if device.type == "cpu":

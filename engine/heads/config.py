@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _BLOCKS = ("dflash", "dspark")
-BLOCK_KINDS = ("peagle", *_BLOCKS)
-"""The kinds that draft several tokens in one pass."""
 _KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("eagle3", "peagle"), ("llama", "qwen3")),
     **dict.fromkeys(_BLOCKS, ("qwen3",)),
@@ -98,6 +96,11 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     if "Eagle3" in names or settings.keys() & {"draft_vocab_size", "eagle_config", "ptd_token_id"}:
         return "peagle" if any(settings.get(name) is not None for name in _MASK_IDS) else "eagle3"
     return None
+
+
+def drafts_blocks(head: ModelSource | None) -> bool:
+    """Return whether a head drafts several tokens in one pass."""
+    return head is not None and kind_of(head.settings) in ("peagle", *_BLOCKS)
 
 
 def verifier_of(settings: Mapping[str, Any]) -> str | None:

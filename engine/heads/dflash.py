@@ -56,6 +56,8 @@ class DFlashHead(Head):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
     ) -> HeadOutput:
+        if not len(logits_to_keep):
+            return self.absorbed(input_ids, position_ids, paged)
         hidden = self.embed_tokens(input_ids)
         rotary = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:

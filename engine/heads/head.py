@@ -73,6 +73,11 @@ class Head(nn.Module):
         """Write the keys and values of a pass's tokens, [1, tokens], whose features are cached."""
         raise NotImplementedError
 
+    def absorbed(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> HeadOutput:
+        """Absorb in a pass of the head alone; its passes that need no logits do so if it drafts blocks."""
+        self.absorb(token_ids, positions, context)
+        return HeadOutput(token_ids.new_empty(1, 0, self.config.vocab_size))
+
     def attach(self, lm: nn.Module, source: ModelSource) -> None:
         """Take what the head needs of the target's module; raise ModelError if files do not fit. Weights come later."""
 

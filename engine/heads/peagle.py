@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from engine.heads.config import HeadConfig
 from engine.heads.eagle3 import Eagle3Head
+from engine.heads.head import HeadOutput
 from engine.models.layers.layer_attention import AttentionContext
 
 
@@ -22,6 +23,13 @@ class PEagleHead(Eagle3Head):
         assert config.mask_token_id is not None
         self._mask_id = config.mask_token_id
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.taps) * config.target_hidden_size))
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
+    ) -> HeadOutput:
+        if not len(logits_to_keep):
+            return self.absorbed(input_ids, position_ids, paged)
+        return super().forward(input_ids, position_ids, logits_to_keep, paged)
 
     def _drafting_inputs(self, token_ids: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         embedded, states = self._inputs(token_ids, context)  # a text that has the mask's id keeps its own features

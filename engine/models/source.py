@@ -235,6 +235,15 @@ class ModelSource:
         return [self] if self.head is None else [self, self.head]
 
     @cached_property
+    def drafts(self) -> "list[ModelSource]":
+        """This draft's files, or those of this draft and of the drafts beside it."""
+        if not self.config.others:
+            return [self]
+        names = [(self.path, self.config.revision), *map(split_revision, self.config.others)]
+        configs = [replace(self.config, path=path, revision=revision, others=()) for path, revision in names]
+        return [ModelSource(config, self._kinds) for config in configs]
+
+    @cached_property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for path in self.weight_files for name, shape in tensor_shapes(path).items()}
 

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from engine.config import EngineConfig, ModelInfo
+from engine.config import SEEDED_RULES, EngineConfig, ModelInfo
 from engine.errors import PromptTooLongError, RequestError
 from engine.models.registry import refused_fields
 from engine.params import SamplingParams
@@ -74,9 +74,10 @@ class RequestLimits:
 
     def check_audit(self) -> None:
         """Raise RequestError unless texts are made by seed alone, and a pass can verify more than one token."""
-        if (rule := self._config.verification) != "coupled":
+        if (rule := self._config.verification) not in SEEDED_RULES:
+            needed = " or ".join(SEEDED_RULES)
             raise RequestError(
-                f"verification is {rule}; an audit needs coupled, whose texts depend on no draft", "audits"
+                f"verification is {rule}; an audit needs {needed}, as other texts depend on drafts", "audits"
             )
         for name, least in (("num_speculative_tokens", 1), ("max_num_batched_tokens", 2)):
             if (value := getattr(self._config, name)) < least:

@@ -9,6 +9,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting.registry import method_of
 from engine.errors import ModelError
 from engine.models.registry import open_model
+from tests.engine.heads.files import head_settings, save_head
 
 CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft", device="cpu"), EngineConfig(block_size=8))
 
@@ -20,6 +21,17 @@ def test_a_draft_never_runs_ahead_of_an_encoder_decoder(tmp_path):
     config = GroupConfig(model, model)
     assert suited_to_models(config, source, source) == replace(config, run_ahead="off")
     with pytest.raises(ModelError, match="is an encoder-decoder, whose draft cannot run ahead; run_ahead must be off"):
+        suited_to_models(replace(config, run_ahead="on"), source, source)
+
+
+def test_a_head_that_drafts_blocks_never_runs_ahead(tmp_path):
+    head = save_head(tmp_path / "head", head_settings("target") | {"speculators_model_type": "dflash"}, {})
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    model = ModelConfig(str(tmp_path), head=head)
+    source, engine = open_model(model), EngineConfig(drafting="head_worker")
+    config = GroupConfig(model, replace(model, head_only=True), engine)
+    assert suited_to_models(config, source, source) == replace(config, run_ahead="off")
+    with pytest.raises(ModelError, match="run_ahead is on, but the head drafts blocks, which need the verdict"):
         suited_to_models(replace(config, run_ahead="on"), source, source)
 
 

@@ -32,7 +32,7 @@ async def test_a_served_pair_writes_transformers_text(loses_target, path):
     """The target is also lost in mid-text, and its successor starts with no keys and values and no prefixes."""
     target = backend_of(path)
     drafter, verifier = RemoteDrafter(vocab_size=64, timeout_s=60), RemoteVerifier(vocab_size=64, timeout_s=60)
-    queue = DraftQueue(DraftModel(target), replace(CONFIG, drafting="model"), capacity=8)
+    queue = DraftQueue([DraftModel(target)], replace(CONFIG, drafting="model"), capacity=8)
     drafter.connect(FakeLink(queue_worker(queue)), [].append)
 
     def start_target():

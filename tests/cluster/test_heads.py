@@ -21,7 +21,7 @@ from engine.params import SamplingParams
 from engine.protocols import DeferringDrafter
 from tests.cluster.fakes import FakeLink, queue_worker
 from tests.cluster.wire import NODE_ID, serving
-from tests.engine.heads.saved_heads import save_head
+from tests.engine.heads.saved_heads import CONFIGS, save_head
 from tests.models import save_llama
 from tests.waiting import wait_for
 
@@ -73,11 +73,11 @@ class Group:
         self.features.put("another request", 0, 0, memoryview(b""), dtype="float32", row_bytes=128)  # so drafts wait
         source = open_model(replace(self.target, head_only=True))
         engine = replace(self.engine_config, num_blocks=64)
-        draft = assemble(open_model(self.target), source, engine).load_draft(
+        [draft] = assemble(open_model(self.target), source, engine).load_drafts(
             run_ahead=self.run_ahead, features=self.features
         )
         self.draft_info = draft.backend.info
-        self.link = FakeLink(queue_worker(DraftQueue(draft, engine, capacity=16, is_shared=False)))
+        self.link = FakeLink(queue_worker(DraftQueue([draft], engine, capacity=16, is_shared=False)))
         self.drafter.connect(self.link, [].append)
         await self.introduce()
 
@@ -117,11 +117,11 @@ async def run(engine: Engine, text: Text, rounds: int = 1000) -> Text:
     return text
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+@pytest.fixture(scope="module", params=CONFIGS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     folder = tmp_path_factory.mktemp("models")
-    path = save_llama(folder / "target", seed=1)
-    return ModelConfig(str(path), dtype="float32", device="cpu", head=save_head(folder / "head", path))
+    path, kind = save_llama(folder / "target", seed=1), request.param
+    return ModelConfig(str(path), dtype="float32", device="cpu", head=save_head(folder / kind, path, kind))
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +193,7 @@ async def test_features_that_never_come_cost_their_drafts_and_one_wait(group, be
     assert group.features.counts["missing"] > 50
 
 
+@pytest.mark.parametrize("target", ["eagle3"], indirect=True)
 async def test_a_head_that_runs_ahead_on_its_own_states_changes_no_text(target, beside):
     group = await Group(target, run_ahead=True).start()
     engine = group.engine()

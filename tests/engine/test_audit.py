@@ -17,6 +17,7 @@ from engine import LLM, SamplingParams
 from engine.audit import Record
 from engine.errors import RequestError
 from engine.params import nth_seed
+from engine.protocols import Verdict, VerifyRow
 from engine.sampling.grammar_text import from_json_schema
 
 PROMPTS = ["This PEP proposes", "Call me Ishmael.", "SELECT name FROM", "Up betimes and to my office,"]
@@ -149,3 +150,16 @@ def test_an_audit_teaches_and_counts_nothing_of_drafts(auditor: LLM, writer: LLM
     assert (writer.stats.num_draft_tokens, writer.stats.num_generation_tokens) == before
     assert [*itertools.chain(*writer.engine.planner.survival.chances([], 4))] == survival
     assert writer.engine.num_requests == 0
+
+
+def test_no_pass_is_longer_than_its_budget(records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(draft_model="none", compile="off", num_blocks=64, max_num_seqs=4, max_num_batched_tokens=9)
+    lengths, verify = [], llm.engine.verifier.verify
+
+    async def counted(rows: list[VerifyRow]) -> list[Verdict]:
+        lengths.append(sum(row.length + len(row.draft.token_ids) for row in rows))
+        return await verify(rows)
+
+    monkeypatch.setattr(llm.engine.verifier, "verify", counted)
+    assert all(finding.is_equal() for _, finding in llm.audit(records[:8]))
+    assert max(lengths) == 9

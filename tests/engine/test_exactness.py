@@ -34,6 +34,7 @@ from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.several import SeveralDrafters
 from engine.drafting.registry import METHODS
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.laws import p_value
@@ -122,6 +123,7 @@ DRAFTS = {
         ModelDrafter(DraftModel(UNLIKE), config), SuffixDrafter(remembers_outputs=False)
     ),
     "ahead": lambda config: InterruptedDrafter(RunAheadDrafter(DraftModel(UNLIKE), config)),
+    "several": lambda config: SeveralDrafters([chains(model)(config) for model in (UNLIKE, TARGET)]),
     "trees": lambda config: CuttingDrafter(METHODS["tree"].make(config, DraftModel(UNLIKE, 5))),
 }
 VERIFIED = [
@@ -200,7 +202,11 @@ def test_every_decision_is_made_by_the_laws_themselves(drafting, verification, m
 @pytest.mark.parametrize(("draft", "verification"), VERIFIED)
 def test_three_tokens_have_the_targets_joint_law(draft, verification):
     """1,500 samples of the law that depends most on what was committed: they show a bias of some 20 %."""
-    check_law(make_engine(TARGET, DRAFTS[draft], **SAMPLING, verification=verification))
+    num_drafts = 2 if draft == "several" else 1
+    engine = make_engine(TARGET, DRAFTS[draft], **SAMPLING, verification=verification, num_drafts=num_drafts)
+    check_law(engine)
+    used = {index for index, _ in engine.planner.num_tokens_by_draft}
+    assert used == {*range(num_drafts)}
 
 
 class ForesightedDrafter:

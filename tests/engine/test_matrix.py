@@ -13,6 +13,7 @@ import torch
 from transformers import BambaConfig, T5Config
 
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.registry import METHODS
 from engine.heads.registry import HEADS
 from engine.verification.rule import RULES
@@ -20,6 +21,7 @@ from tests.engine.conftest import VOCAB
 from tests.engine.features import Output
 from tests.engine.features import requests as feature_requests
 from tests.engine.heads.cold_starts import KINDS, SPOILED, backend_of_kind
+from tests.engine.heads.tiny_heads import alone, features_of
 from tests.engine.hybrids.models import BAMBA
 from tests.engine.running import make_engine
 from tests.engine.targets import OrderedTarget, alternating
@@ -75,14 +77,14 @@ def contenders():
     """Every method with each head that it takes, and ahead where it runs ahead, with its rules."""
     for name, method in METHODS.items():
         heads = [""]
-        if method.reads_features:
-            continue  # features arrive from another process: tests/cluster/test_heads.py
-        if method.make_in_target and name != "self":
+        if (method.make_in_target or method.reads_features) and name != "self":
             kinds = ["mtp"] if name == "mtp" else KINDS
             heads = [kind for kind in kinds if not (method.drafts_trees and HEADS[KINDS[kind]().kind].drafts_blocks)]
+        if method.reads_features:
+            heads.remove("mtp")  # a layer in the target's checkpoint
         for head in heads:
             yield Contender(name, head), method.rules
-        if method.runs_ahead:
+        if method.runs_ahead and not method.reads_features:
             yield Contender(name, runs_ahead=True), method.runs_ahead
     for name in FAKES:
         yield Contender(name), ("coupled",)
@@ -99,7 +101,8 @@ def cells():
     for contender, rules in contenders():
         for rule in rules:
             schedules = [*SCHEDULES]
-            if not RULES[rule].shares_noise or contender.head.endswith(tuple(SPOILED)):
+            is_shown_elsewhere = contender.method == "head_worker" or contender.head.endswith(tuple(SPOILED))
+            if not RULES[rule].shares_noise or is_shown_elsewhere:
                 schedules = [schedules[next(nth) % len(schedules)]]
             elif contender.target in OTHER_TARGETS:
                 schedules = ["chunked", "preempted", "two cohorts"]
@@ -162,7 +165,7 @@ def start(backend, nearly, make_grammars, make_verifier):
     def start(cell, **settings):
         contender = cell.contender
         settings = {"num_speculative_tokens": K, "verification": cell.rule} | SCHEDULES[cell.schedule] | settings
-        method = METHODS.get(contender.method)
+        method, target, sent = METHODS.get(contender.method), backend(contender.target, contender.head), []
         if method is not None:
             settings["drafting"] = contender.method
             settings |= {"self_draft_layers": 1} if contender.method == "self" else {}
@@ -172,12 +175,15 @@ def start(backend, nearly, make_grammars, make_verifier):
                 return FAKES[contender.method]
             model = None
             if method.runs_in == "draft":
-                model = DraftModel(nearly(contender.target), grammars=make_grammars(), run_ahead=contender.runs_ahead)
+                part = nearly(contender.target) if not method.reads_features else alone(target)
+                features = FeatureStore(0.0) if method.reads_features else None
+                sent.append(features)
+                model = DraftModel(part, None, make_grammars(), contender.runs_ahead, features)
             drafter = method.make(config, model)
             return method.drafter_of_engine(config, InterruptedDrafter(drafter) if contender.runs_ahead else drafter)
 
         engine = make_engine(
-            backend(contender.target, contender.head),
+            target,
             lambda config: LosableDrafter(lambda: make(config), cell.loss),
             tokenizer=json_tokenizer(),
             grammars=make_grammars(),
@@ -185,13 +191,34 @@ def start(backend, nearly, make_grammars, make_verifier):
             make_verifier=make_verifier,
             **settings,
         )
+        if method is not None and method.reads_features:
+            engine.verifier = SendingTarget(engine.verifier, sent)
         return alternating(engine) if cell.schedule == "two cohorts" else engine
 
     return start
 
 
+class SendingTarget:
+    """A verifier that hands the features of computed tokens to the last drafter, as rank 0 does."""
+
+    def __init__(self, verifier, stores):
+        self.verifier, self.stores = verifier, stores
+        self.release = verifier.release
+
+    async def verify(self, rows):
+        verdicts = await self.verifier.verify(rows)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            end, size = row.start + row.length + verdict.num_accepted, self.verifier.kv.states[0, 0].nbytes
+            rows = features_of(self.verifier, row.block_ids, range(end))
+            self.stores[-1].put(row.request.request_id, 0, end, rows, dtype="float32", row_bytes=size)
+        return verdicts
+
+
 def verifier_of(engine):
-    return engine.verifier.verifier if isinstance(engine.verifier, OrderedTarget) else engine.verifier
+    verifier = engine.verifier
+    while isinstance(verifier, OrderedTarget | SendingTarget):
+        verifier = verifier.verifier
+    return verifier
 
 
 def caches(engine):
@@ -321,6 +348,4 @@ async def test_nothing_changes_what_a_client_sees(cell, start, requests_to, plai
 
 def test_every_kind_of_head_has_its_cells():
     assert {make().kind for make in KINDS.values()} == set(HEADS)
-    assert {cell.contender.method for cell in cells()} > {
-        name for name in METHODS if name not in ("none", "head_worker")
-    }
+    assert {cell.contender.method for cell in cells()} > {name for name in METHODS if name != "none"}

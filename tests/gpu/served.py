@@ -95,7 +95,7 @@ def work(
         responder = TargetResponder(ModelVerifier(backend, config), rank=0, capacity=4, version=1)
         listener, work = server.listen(client, responder.answer), responder.work
     else:
-        queue = DraftQueue(DraftModel(backend, run_ahead=run_ahead), config, capacity=4, is_shared=False)
+        queue = DraftQueue([DraftModel(backend, run_ahead=run_ahead)], config, capacity=4, is_shared=False)
         listener = server.listen(client, lambda request: queue.submit(1, request, listener.send))
         work = queue.step
     backend.warm_up()

@@ -1,6 +1,7 @@
 """ModelDrafter: a small model drafts a chain for every request of a batch, k forward passes for k tokens."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -15,20 +16,25 @@ from engine.protocols import NO_DRAFT, Draft, ProposeRow, run_in_process
 class ModelDrafter:
     """Drafts chains with a model in this process."""
 
+    drawer: ClassVar[type[TokenDrawer]] = TokenDrawer
+
     def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
         """Make the draft's KV cache; the configuration's `num_blocks` must be planned."""
         self.cache = make_cache(draft, config)
-        self._drawer = TokenDrawer(draft, self.cache.kv, config)
+        self._drawer = self.drawer(draft, self.cache.kv, config)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         current = {row.request.request_id for row in rows}
         able = [row for row in rows if row.num_draft_tokens and self.cache.make_room(row, [], current)]
-        chains = {row.request.request_id: Chain() for row in able}
-        if able:
-            with torch.inference_mode():
-                complete_chains(self._drawer, self.cache, able, list(chains.values()))
-        drawn = [chains.get(row.request.request_id) for row in rows]
-        return [chain.draft() if chain else NO_DRAFT for chain in drawn]
+        with torch.inference_mode():
+            chains = self._draw(able) if able else []
+        drafts = {row.request.request_id: chain.draft() for row, chain in zip(able, chains, strict=True)}
+        return [drafts.get(row.request.request_id, NO_DRAFT) for row in rows]
+
+    def _draw(self, rows: Sequence[ProposeRow]) -> list[Chain]:
+        chains = [Chain() for _ in rows]
+        complete_chains(self._drawer, self.cache, rows, chains)
+        return chains
 
     def release(self, request_id: str) -> None:
         self.cache.release(request_id)

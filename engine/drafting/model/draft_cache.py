@@ -69,6 +69,7 @@ class DraftCache:
         self.choose_victim: Callable[[Sequence[str]], str] = itemgetter(0)
         """Chooses the request to evict among names, the least recently used first."""
         self._chunk = config.max_num_batched_tokens
+        self._max_tail = MAX_TAIL
 
     def release(self, request_id: str) -> None:
         if (prefix := self.prefixes.pop(request_id, None)) is not None:
@@ -163,7 +164,7 @@ class DraftCache:
             start = len(prefix.token_ids)
             count = min(text.length - start - 1, room)
             # An input is computed all at once, so it waits for a pass that has room for it.
-            if count > MAX_TAIL and start + count >= prefix.input_length:
+            if count > self._max_tail and start + count >= prefix.input_length:
                 chunks.append((prefix, _row(text, prefix, start + count)))
                 room -= count
         if chunks:

@@ -31,6 +31,8 @@ class FeatureCache(DraftCache):
     def __init__(self, backend: Backend, config: EngineConfig, features: FeatureStore) -> None:
         super().__init__(backend, config)
         self._features = features
+        if backend.model.drafts_blocks:
+            self._max_tail = 0  # the pass that draws a block computes no token before the last
 
     def release(self, request_id: str) -> None:
         super().release(request_id)

@@ -1,4 +1,4 @@
-"""Shared passes: the passes of several drafters over one model and one cache, launched as a single pass.
+"""Shared passes: passes of several drafters, if over one model and one cache, launched as a single pass.
 
 A small model's pass mostly reads its weights, so several drafters' passes together take little longer than a single
 pass.
@@ -67,14 +67,14 @@ def _fits(candidate: Pass, others: Sequence[Pass], max_rows: int) -> bool:
     return None not in shapes and len(shapes) == 1 and num_rows <= max_rows
 
 
-def _shape(candidate: Pass) -> tuple[int, bool] | None:
+def _shape(candidate: Pass) -> tuple[int, bool, int] | None:
     """Return what passes must have in common to be launched together; None if a pass cannot be shared."""
     (group, *other_groups), batch = candidate.batch.paged.groups, candidate.batch
     if other_groups or candidate.draws is None or batch.added is not None:
         return None
     if group.is_prompt_start or group.added is not None:
         return None
-    return group.length, group.extra is None
+    return group.length, group.extra is None, id(batch.paged.kv)  # a model's own
 
 
 def _joined(batches: Sequence[ForwardBatch]) -> ForwardBatch:

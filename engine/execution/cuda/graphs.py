@@ -114,10 +114,9 @@ class Graphs:
         groups = batch.paged.groups
         sees_row = self._model.is_part and self._model.drafts_blocks
         is_cut = any(group.length > shape.length for group in groups)
-        width = max(group.blocks.shape[1] for group in groups)
-        return (
-            width <= self._width and len(batch.logit_indices) <= len(self._outputs.tokens) and not (sees_row and is_cut)
-        )
+        width, count = max(group.blocks.shape[1] for group in groups), len(batch.logit_indices)
+        # A block head's pass without logits absorbs, and graphs draw.
+        return width <= self._width and count <= len(self._outputs.tokens) and not (sees_row and (is_cut or not count))
 
     @torch.inference_mode()
     def record(self, shape: Shape | ChainShape) -> None:

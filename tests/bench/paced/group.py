@@ -77,7 +77,7 @@ class Models:
             config, max_num_seqs=num_groups * config.max_num_seqs, num_blocks=num_groups * config.num_blocks
         )
         capacity = 4 * config.max_num_seqs
-        queue = DraftQueue(draft, settings, capacity=capacity, is_shared=num_groups > 1, clock=clock)
+        queue = DraftQueue([draft], settings, capacity=capacity, is_shared=num_groups > 1, clock=clock)
         # A drafter that runs ahead is made by the method, which knows no clock but the machine's.
         queue._make = lambda settings, draft: RunAheadDrafter(draft, settings, clock=clock)
         return queue

@@ -1,12 +1,13 @@
 """Every way in which a reply can be impossible is seen before the engine uses it."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from cluster.protocol.messages import MalformedMessageError
 from cluster.protocol.validation import check_proposal, check_verdicts, with_drafts
-from engine.protocols import Draft, TokenLogprobs, Verdict, chain
+from engine.protocols import Difference, Draft, TokenLogprobs, Verdict, chain
 from tests.cluster.fakes import propose_row, verify_row
 
 ROW = propose_row("a", [1], k=3)
@@ -45,6 +46,10 @@ def test_a_malformed_draft_is_refused_with_its_request_and_its_reason(draft, mes
         (TREE_ROW, Verdict([5, 6, 1], [0, 1]), None),
         (TREE_ROW, Verdict([7, 1], [2]), None),
         (TREE_ROW, Verdict(error="too complex"), None),
+        (TREE_ROW, Verdict([5, 1], [0], differences=[Difference(1, 9, math.inf)]), None),
+        (TREE_ROW, Verdict([5, 1], [0], differences=[Difference(2, 9, 0.5)]), "a difference from token 9 at 2"),
+        (TREE_ROW, Verdict([5, 1], [0], differences=[Difference(-1, 9, 0.5)]), "a difference from token 9 at -1"),
+        (TREE_ROW, Verdict([5, 1], [0], differences=[Difference(0, 10, 0.5)]), "a difference from token 10 at 0"),
         (TREE_ROW, Verdict([]), "0 tokens after 0"),
         (TREE_ROW, Verdict([1, 2], []), "2 tokens after 0"),
         (TREE_ROW, Verdict([10]), "outside"),
@@ -88,3 +93,9 @@ def test_prompt_log_probabilities_must_be_complete():
     check_verdicts([Verdict([1], prompt_logprobs=logprobs)], [row], 10)
     with pytest.raises(MalformedMessageError, match="1 prompt log probabilities, 2 requested"):
         check_verdicts([Verdict([1], prompt_logprobs=logprobs[:1])], [row], 10)
+
+
+def test_a_verdict_gets_its_draft_back_and_loses_nothing():
+    scores = [TokenLogprobs(-0.5, 1, [], [])]
+    verdict = Verdict([5, 1], [0], scores, scores, Draft(), "", [Difference(1, 9, 0.5)])
+    assert with_drafts([verdict], [TREE_ROW]) == [replace(verdict, draft=TREE)]

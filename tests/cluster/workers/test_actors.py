@@ -64,9 +64,9 @@ def test_a_worker_prepares_the_thread_that_serves_and_a_target_closes_its_backen
 
     worker = object.__new__(kind)
     worker._server, worker._responder = SimpleNamespace(serve=serve, close=lambda: None), SimpleNamespace(work=None)
-    worker._backend = SimpleNamespace(
-        enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close")
-    )
+    worker._backends = [
+        SimpleNamespace(enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close"))
+    ]
     with pytest.raises(RuntimeError, match="the end"):
         worker.serve()
     assert calls == ["enter_thread", "serve", *(["close"] if kind is TargetWorker else [])]

@@ -43,7 +43,7 @@ from tests.engine.tiny import backend_of
 from tests.fakes import ContextModel
 
 K = 4
-MODEL = context_model(1)
+MODEL, *OTHERS = (context_model(seed) for seed in (1, 2, 3))
 PARAMS = SamplingParams(temperature=0.8, seed=3)
 ORDER = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))
 """The ids of the model's tokens under another tokenizer."""
@@ -67,6 +67,7 @@ class Rig:
         *,
         run_ahead: bool = False,
         num_groups: int = 4,
+        num_drafts: int = 1,
         is_shared: bool = True,
         is_translated=False,
         study: "Scripted | None" = None,
@@ -80,7 +81,8 @@ class Rig:
         foreign = Foreign(self.model, ORDER)
         backend = TranslatedBackend(foreign, MODEL.info, ORDER, torch.arange(VOCAB)) if is_translated else self.model
         draft, options = DraftModel(backend, VOCAB, run_ahead=run_ahead), {"is_shared": is_shared, "study": study}
-        self.queue = DraftQueue(draft, self.config, capacity=64, clock=self.clock, **options)
+        drafts = [draft, *(DraftModel(other, VOCAB, run_ahead=run_ahead) for other in OTHERS[: num_drafts - 1])]
+        self.queue = DraftQueue(drafts, self.config, capacity=64, clock=self.clock, **options)
         self.replies: dict[int, list] = {}
         self.times: dict[int, list[float]] = {}
         self.seen: dict[tuple[int, str], int] = {}
@@ -97,7 +99,8 @@ class Rig:
             name, tokens = entry.request.request_id, entry.request.token_ids
             offset = self.seen.get((version, name), 0)
             params = None if offset else entry.request.params
-            entries.append(ProposeEntry(PrefixDelta(name, offset, tokens[offset:], 3, params), entry.num_draft_tokens))
+            prefix = PrefixDelta(name, offset, tokens[offset:], 3, params)
+            entries.append(ProposeEntry(prefix, entry.num_draft_tokens, entry.draft_index))
             self.seen[version, name] = len(tokens)
         self.round[version] += 1
         request = Propose(self.round[version], version, deadline_s, list(released), entries, runs_ahead)
@@ -327,8 +330,8 @@ def test_whatever_others_do_and_whichever_passes_fail_drafts_are_those_of_a_fres
             )
         for key in chance.sample(sorted(texts), 2 if chance.random() < num_groups / 4 else 0):
             texts[key] += text(12, len(texts[key]))
-        held = [block for prefix in rig.queue.cache.prefixes.values() for block in prefix.block_ids]
-        assert sorted([*held, *rig.queue.cache.free_blocks]) == list(range(1, num_blocks + 1))
+        held = [block for prefix in rig.queue.caches[0].prefixes.values() for block in prefix.block_ids]
+        assert sorted([*held, *rig.queue.caches[0].free_blocks]) == list(range(1, num_blocks + 1))
         if chance.random() < 0.1 and is_shared:
             rig.queue.leave(version)
             del rig.replies[version]
@@ -349,7 +352,7 @@ def test_whatever_others_do_and_whichever_passes_fail_drafts_are_those_of_a_fres
         )
     for version in list(rig.replies):
         rig.queue.leave(version)
-    assert sorted(rig.queue.cache.free_blocks) == list(range(1, num_blocks + 1))
+    assert sorted(rig.queue.caches[0].free_blocks) == list(range(1, num_blocks + 1))
 
 
 def test_a_text_that_grew_while_its_pass_ahead_waited_is_computed_whole():
@@ -360,7 +363,7 @@ def test_a_text_that_grew_while_its_pass_ahead_waited_is_computed_whole():
         rig.send(version, [row(tokens, params=PARAMS, name=name) for name, tokens in texts.items()], runs_ahead=True)
     waiting = None
     while waiting is None and rig.queue.step():
-        waiting = next((v for v, lease in rig.queue._groups.items() if lease.ahead._next_pass is not None), None)
+        waiting = next((v for v, lease in rig.queue._groups.items() if lease.aheads[0]._next_pass is not None), None)
     grown = [
         row([*tokens, *draft.token_ids, *text(12)], params=PARAMS, name=name)
         for (name, tokens), draft in zip(texts.items(), rig.drafts(waiting), strict=True)
@@ -381,7 +384,7 @@ def test_the_group_with_most_of_a_full_cache_makes_room():
     rig.send(3, [row(text(17, 9), 1)])
     rig.run()
     assert rig.drafts(3) == fresh(row(text(17, 9), 1))
-    assert set(rig.queue.cache.prefixes) == {"1/old", "2/1", "2/2", "3/a"}
+    assert set(rig.queue.caches[0].prefixes) == {"1/old", "2/1", "2/2", "3/a"}
 
 
 def test_running_ahead_prepares_the_drafts_of_every_group():
@@ -423,7 +426,7 @@ def test_the_group_whose_next_proposal_is_due_first_runs_ahead_first():
         yield None
 
     for version, due in ((1, 90.0), (2, 50.0)):
-        ahead = rig.queue._join(version).ahead
+        ahead = rig.queue._join(version).aheads[0]
         ahead._pace._gap_s = due
         ahead._pace._answered = ahead.clock()
         ahead._work = launch(version)
@@ -436,7 +439,7 @@ def test_all_chains_of_groups_are_planned_before_the_warm_up_of_which_there_is_o
     model.device = torch.device("meta")  # where rankings are cut, as on a GPU
     model.plan_chains = lambda *plan: planned.append(plan) or False
     queue = DraftQueue(
-        DraftModel(model, run_ahead=True), EngineConfig(num_blocks=100, num_speculative_tokens=K), capacity=8
+        [DraftModel(model, run_ahead=True)], EngineConfig(num_blocks=100, num_speculative_tokens=K), capacity=8
     )
     known = {*planned}
     assert known == {(K, 0), (K, min(NUM_CANDIDATES, VOCAB))}
@@ -449,6 +452,74 @@ def test_a_chunk_is_short_even_if_the_target_takes_long_ones():
     rig.send(1, [row(text(1000))])
     rig.run()
     assert max(rig.model.passes) == CHUNK
+
+
+def by_draft(rows):
+    """What each of several drafts drafts for the rows that name it."""
+    return [fresh(each, model=(MODEL, *OTHERS)[each.draft_index])[0] for each in rows]
+
+
+@pytest.mark.parametrize("num_blocks", [1000, 24])
+@pytest.mark.parametrize("settings", [{}, {"run_ahead": True}, {"num_groups": 1, "is_shared": False}])
+def test_each_row_gets_the_draft_that_it_names_whatever_other_rows_and_rounds_name(settings, num_blocks):
+    """The texts of requests grow while their drafts change; a small cache evicts what another round needs again."""
+    rig, chance = Rig(num_drafts=3, num_blocks=num_blocks, **settings), random.Random(0)
+    texts = {(version, name): text(9, 7 * version) for version in rig.replies for name in "abc"}
+    for turn in range(8):
+        sent = {
+            version: [
+                replace(row(texts[version, name], params=PARAMS, name=name), draft_index=chance.randrange(3))
+                for name in chance.sample("abc", chance.randrange(1, 4))
+            ]
+            for version in rig.replies
+        }
+        for version, rows in sent.items():
+            rig.send(version, rows, runs_ahead=turn % 3 > 0)
+        rig.run()
+        for version, rows in sent.items():
+            expected, drafts = by_draft(rows), rig.drafts(version)
+            able = [draft == right for draft, right in zip(drafts, expected, strict=True) if draft.token_ids]
+            assert all(able)
+            assert len(able) == len(rows) or num_blocks == 24
+            for entry, draft in zip(rows, expected, strict=True):
+                texts[version, entry.request.request_id] += [*draft.token_ids[:2], chance.randrange(2, VOCAB)]
+    for version in rig.replies:
+        rig.queue.leave(version)
+    assert [len(cache.free_blocks) for cache in rig.queue.caches] == [num_blocks] * 3
+
+
+def test_a_draft_prepares_what_the_next_round_needs_if_it_names_the_same_draft():
+    rig, tokens = Rig(run_ahead=True, num_drafts=2, num_groups=1), text(9)
+    for index in (1, 1, 1, 0, 1):
+        rows = [replace(row(tokens, params=PARAMS), draft_index=index)]
+        rig.send(1, rows, runs_ahead=True)
+        rig.run()
+        (draft,) = rig.drafts(1)
+        assert [draft] == by_draft(rows)
+        tokens = [*tokens, *draft.token_ids]
+        tokens += fresh(row(tokens, 1, params=PARAMS), model=(MODEL, *OTHERS)[index])[0].token_ids
+    stats = rig.replies[1][-1].run_ahead
+    assert (stats.hits, stats.misses) == (2, {"stale": 3})
+
+
+def test_a_row_that_names_no_draft_fails_its_proposal_alone():
+    rig = Rig(num_drafts=2)
+    for index in (2, -1):
+        rig.send(1, [replace(row(text(9)), draft_index=index)])
+        assert "of 2" in rig.replies[1][-1].message
+    rig.send(2, [replace(row(text(9)), draft_index=1)])
+    rig.run()
+    assert rig.drafts(2) == fresh(row(text(9)), model=OTHERS[0])
+
+
+def test_a_cache_that_is_full_takes_nothing_from_another_drafts():
+    rig = Rig(num_drafts=2, num_blocks=5, num_groups=1)
+    rig.send(1, [replace(row(text(9), name="a"), draft_index=0)])
+    rig.send(1, [replace(row(text(9), name="a"), draft_index=1)])
+    rig.run()
+    rig.send(1, [replace(row(text(9, 5), name="b"), draft_index=1)])
+    rig.run()
+    assert [set(cache.prefixes) for cache in rig.queue.caches] == [{"1/a"}, {"1/b"}]
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
@@ -503,7 +574,7 @@ async def test_no_swap_changes_a_text_nor_does_the_loss_of_a_worker_that_swaps(r
         kinds = itertools.cycle([None, *(changed(learner.loaded, scale, seed=len(links)) for scale in (0.1, 1.0))])
         study.taken = lambda: (swaps.append(weights := next(kinds)), weights)[1]
         ahead = replace(config, drafting="model")
-        queue = DraftQueue(DraftModel(draft, run_ahead=run_ahead), ahead, capacity=16, is_shared=False, study=study)
+        queue = DraftQueue([DraftModel(draft, run_ahead=run_ahead)], ahead, capacity=16, is_shared=False, study=study)
         links.append(FakeLink(queue_worker(queue)))
         drafter.connect(links[-1], [].append)
 

@@ -1,20 +1,29 @@
 """A draft worker over real sockets: its leases, who may use them, and when they end."""
 
+import asyncio
 import contextlib
+import itertools
+import multiprocessing
 import threading
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 
 import pytest
 
 from cluster.config import GroupConfig
 from cluster.protocol.messages import Ping, Pong, PrefixDelta, Propose, ProposeEntry
+from cluster.remote_drafter import RemoteDrafter
 from cluster.transport import Connector, TransportError
 from cluster.workers import draft_worker
 from cluster.workers.draft_worker import DraftWorker
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.assembly import assemble
 from engine.drafting.learning import lessons, study
+from engine.engine import Engine
 from engine.errors import TargetError
+from engine.models.registry import open_model
 from engine.params import SamplingParams
+from engine.protocols import Drafter, NoDrafter
 from engine.stats.preparation import PREPARATION
 from tests.cluster.wire import NODE_ID, in_thread
 from tests.models import save_llama
@@ -105,7 +114,7 @@ async def test_a_lease_ends_when_its_router_is_silent_and_leaves_its_room_to_oth
     while worker.num_leases > 1 or not silent.breaks:  # a worker without messages ends no lease
         number += 1
         await lively.link.call(lively.ping(number))
-    assert not worker._queue.cache.prefixes
+    assert not worker._queue.caches[0].prefixes
     assert (await (await lively.propose(10**6))).drafts[0].token_ids
 
 
@@ -148,8 +157,8 @@ def test_a_client_goes_on_with_its_lease_until_that_ends_and_the_first_one_alway
 
 async def test_a_pass_that_hangs_is_noticed(worker, client, monkeypatch):
     worker.check()
-    may_go_on, run = threading.Event(), worker._backend.run
-    monkeypatch.setattr(worker._backend, "run", lambda *arguments: (may_go_on.wait(30), run(*arguments))[1])
+    may_go_on, run = threading.Event(), worker._backends[0].run
+    monkeypatch.setattr(worker._backends[0], "run", lambda *arguments: (may_go_on.wait(30), run(*arguments))[1])
     call = await client().propose()
 
     def is_hanging() -> bool:
@@ -176,9 +185,7 @@ def test_the_cache_takes_what_four_groups_can_use(config):
         short.lease(identity(), 4)
 
 
-async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(
-    config, tmp_path, monkeypatch
-):
+async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config, tmp_path, monkeypatch):
     """Weights that any judge would take are taken, while requests go on; nothing is compiled or lost meanwhile."""
     path, steps, priorities = tmp_path / "learned", [], []
     monkeypatch.setattr(study.os, "setpriority", lambda *arguments: priorities.append(arguments))
@@ -213,3 +220,62 @@ async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(
     other = DraftWorker(replace(config, **settings), "worker 2", node=NODE)
     other.load()
     assert other._study.offer is not None
+
+
+@pytest.fixture(scope="module")
+def two_drafts(config, tmp_path_factory) -> GroupConfig:
+    """A draft that is unlike the target, and one that is the target."""
+    unlike = save_llama(tmp_path_factory.mktemp("unlike") / "model", seed=2)
+    draft = replace(config.draft, path=str(unlike), others=(config.target.path,))
+    return replace(config, draft=draft, engine=replace(ENGINE, num_drafts=2, speculation="fixed"))
+
+
+def serve_lease(config: GroupConfig, identity: str, connection) -> None:
+    """Serve a lease in this process, until it is killed."""
+    worker = DraftWorker(config, "worker 1", node=NODE)
+    worker.load()
+    connection.send(worker.lease(identity, 4))
+    worker.serve()
+
+
+async def test_two_drafts_are_served_and_chosen_from_and_killed_without_a_trace_in_the_texts(two_drafts):
+    settings, context = two_drafts.engine, multiprocessing.get_context("spawn")
+    verifier = assemble(open_model(two_drafts.target), None, settings).load_verifier()
+    connector, drafter, failures = Connector(NODE_ID), RemoteDrafter(vocab_size=64, timeout_s=30.0), list[str]()
+
+    async def texts(drafter: Drafter, **killed_after: BaseProcess) -> dict[str, list[int]]:
+        engine = Engine(
+            settings, verifier.backend.info, drafter=drafter, verifier=verifier, num_blocks=verifier.num_blocks
+        )
+        for seed in range(6):
+            params = SamplingParams(temperature=0.7 * (seed % 2), seed=seed, max_tokens=40, ignore_eos=True)
+            engine.add(str(seed), [5, 6 + seed, 7], params)
+        found: dict[str, list[int]] = {str(seed): [] for seed in range(6)}
+        for rounds in itertools.count():
+            if not engine.has_work:
+                break
+            for output in await engine.step():
+                found[output.request_id] += output.token_ids
+            if rounds == 8 and killed_after:
+                killed_after["process"].kill()
+        counts.append(engine.planner.num_tokens_by_draft)
+        return found
+
+    counts = list[dict[tuple[int, str], int]]()
+    expected = await texts(NoDrafter())
+    mine, its = context.Pipe()
+    process = context.Process(target=serve_lease, args=(two_drafts, connector.identity, its))
+    process.start()
+    lease = await asyncio.to_thread(mine.recv)
+    link = connector.connect(lease.endpoint, version=lease.version, on_break=failures.append)
+    try:
+        drafter.connect(link, failures.append)
+        assert await texts(drafter) == expected
+        assert counts[-1][1, "accepted"] == counts[-1][1, "verified"] > 4 * counts[-1][0, "verified"] > 0
+        assert await texts(drafter, process=process) == expected
+        assert failures
+        assert drafter.fallbacks["absent"] > 0
+    finally:
+        link.close()
+        process.kill()
+        process.join()

@@ -13,7 +13,7 @@ from deployments.cli.commands import app
 from tests.deployments.cli.http_stand_in import stand_in
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("serve", "chat", "complete", "pull", "evaluate", "load", "settings", "version", "doctor", "prove", "replay")
+COMMANDS = ("serve", "chat", "complete", "pull", "evaluate", "load", "settings", "version", "doctor", "prove", "audit")
 HELP = """
 import sys
 sys.argv = ["paceline", "--help"]

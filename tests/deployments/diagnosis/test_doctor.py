@@ -25,7 +25,7 @@ def test_doctor_exits_with_1_if_there_is_an_error():
     ("arguments", "message"),
     [
         (["doctor", "temperatur=1"], "unknown argument temperatur"),
-        (["replay", "/no/such"], "No such file"),
+        (["audit", "/no/such"], "no such file"),
         (["prove", "--url", "http://127.0.0.1:1"], "127.0.0.1:1/v1/completions"),
     ],
 )

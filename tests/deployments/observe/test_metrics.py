@@ -8,6 +8,7 @@ Series have a label `replica` instead of `engine`; with all engines, `engine=~".
 
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -124,6 +125,8 @@ async def test_what_drafts_state_slots_and_draft_workers_do_is_shown_where_they_
     rig.engine.planner.num_draft_tokens = 3
     rig.engine.stats.num_rounds_by_length[3, "trial"] += 1
     rig.engine.stats.observe_draft(4, 1, "sql")
+    rig.engine.planner.num_tokens_by_draft[1, "accepted"] += 2
+    rig.engine.config = replace(rig.engine.config, num_drafts=2)
     rig.remote_drafter.fallbacks["absent"] = 3
     rig.remote_drafter.features = {"bytes": 4096, "waited": 2}
     rig.remote_drafter.unprepared = {"compiled": 2}
@@ -137,6 +140,7 @@ async def test_what_drafts_state_slots_and_draft_workers_do_is_shown_where_they_
         "rounds_by_draft_length_total 3 trial": 1,
         "adapter_draft_tokens_total sql verified": 4,
         "adapter_draft_tokens_total sql accepted": 1,
+        "draft_tokens_total 1 accepted": 2,
         "drafter_fallbacks_total absent": 3,
         "feature_bytes_total": 4096,
         "feature_waited_total": 2,

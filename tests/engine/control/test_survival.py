@@ -111,3 +111,86 @@ def test_what_nobody_asks_for_is_forgotten():
     survival.forget()
     survival.forget()
     assert survival.history(request("a")).offset.odds == [0.0]
+
+
+# --- Several drafts ------------------------------------------------------------------------------------------------
+
+DOMAINS = ("code", "novels", "forms")
+
+
+def serve(survival, domains, *, likely=0.8, unlikely=0.6, rounds=40, salt=b"", seed=1, only=None):
+    """Draft for requests of these domains, one after the other, each best by the draft of its place in `DOMAINS`.
+
+    Returns the draft of every round by request, and the tokens of a round on average.
+    """
+    chance, chosen, num_tokens = random.Random(seed), [], 0
+    for nth, domain in enumerate(domains):
+        asked = Request(f"{salt}{seed}{nth}", [1], 1, SamplingParams(), salt)
+        chosen.append([])
+        for _ in range(rounds):
+            index = survival.choose_draft(asked) if only is None else only
+            rate = likely if DOMAINS[index] == domain else unlikely
+            accepted = next((i for i in range(K) if chance.random() > rate), K)
+            survival.observe(survival.history(asked), chain([7] * K), list(range(accepted)), index)
+            chosen[-1].append(index)
+            num_tokens += accepted + 1
+    return chosen, num_tokens / (rounds * len(domains))
+
+
+def test_each_request_settles_on_the_draft_of_its_domain_which_pays_in_mixed_traffic():
+    domains = random.Random(0).choices(DOMAINS, k=120)
+    chosen, mixed = serve(Survival(K, num_drafts=3), domains)
+    late = [DOMAINS[index] == domain for domain, each in zip(domains, chosen, strict=True) for index in each[12:]]
+    assert sum(late) > 0.8 * len(late)
+    best = max(serve(Survival(K, num_drafts=3), domains, only=index)[1] for index in range(3))
+    assert mixed > 1.1 * best
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_in_traffic_of_one_domain_little_is_lost_by_trying(place):
+    domains = [DOMAINS[place]] * 60
+    best = serve(Survival(K, num_drafts=3), domains, only=place)[1]
+    assert serve(Survival(K, num_drafts=3), domains)[1] > 0.97 * best
+
+
+def test_requests_begin_with_what_others_of_their_salt_have_taught_and_no_others():
+    survival = Survival(K, num_drafts=3)
+    serve(survival, ["forms"] * 30, salt=b"one")
+    assert serve(survival, ["forms"], rounds=1, salt=b"one", seed=2)[0] == [[2]]
+    assert serve(survival, ["code"], rounds=1, salt=b"another")[0] == [[0]]
+
+
+def test_a_text_that_changes_its_domain_changes_its_draft():
+    survival, asked = Survival(K, num_drafts=2), request()
+    history = survival.history(asked)
+    for accepting in (0, 1, 0):
+        chosen = []
+        for _ in range(40):
+            chosen.append(survival.choose_draft(asked))
+            path = list(range(K if chosen[-1] == accepting else 0))
+            survival.observe(history, chain([7] * K), path, chosen[-1])
+        assert chosen[-1] == accepting
+
+
+def test_a_draft_that_was_worse_is_tried_again():
+    survival, asked = Survival(K, num_drafts=2), request()
+    chosen = []
+    for _ in range(1500):
+        chosen.append(survival.choose_draft(asked))
+        path = list(range(3 if chosen[-1] == 0 else 1))
+        survival.observe(survival.history(asked), chain([7] * K), path, chosen[-1])
+    assert 0 < chosen[100:].count(1) < 0.05 * len(chosen)
+
+
+def test_copies_say_nothing_about_drafts():
+    survival, asked = Survival(K, num_drafts=2), request()
+    for _ in range(20):
+        survival.observe(survival.history(asked, is_copy=True), chain([7] * K), [], 0)
+    assert survival.choose_draft(asked) == survival.choose_draft(request("new")) == 0
+
+
+def test_memory_of_salts_is_bounded():
+    survival = Survival(K, num_drafts=2)
+    for nth in range(300):
+        serve(survival, ["code"], rounds=1, salt=b"%d" % nth)
+    assert len(survival._salts) <= 64

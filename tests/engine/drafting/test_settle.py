@@ -206,10 +206,45 @@ def test_a_head_and_its_target_are_checked(head, tmp_path, caplog):
     block.mkdir()
     (block / "config.json").write_text('{"speculators_model_type": "dflash"}')
     blocks = open_model(ModelConfig(str(other), head=str(block)))
-    check_kinds(blocks, None, METHODS["head"])
-    for name in ("head_tree", "head_worker"):
-        with pytest.raises(ModelError, match=r"the head .*block drafts blocks, as only drafting=head can"):
-            check_kinds(blocks, None, METHODS[name])
+    for name in ("head", "head_worker"):
+        check_kinds(blocks, None, METHODS[name])
+    with pytest.raises(ModelError, match=r"the head .*block drafts blocks; drafting must be head or head_worker"):
+        check_kinds(blocks, None, METHODS["head_tree"])
     (other / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ModelError, match="other is an encoder-decoder, which no trained head reads"):
         check_kinds(open_model(ModelConfig(str(other), head=head)), None, METHODS["head"])
+
+
+def test_several_drafts_are_settled_with_their_number_and_take_turns_where_a_worker_drafts():
+    draft = str(BUNDLED_DRAFT)
+    settled = settle(PairConfig(draft_model=f"{draft}, owner/name@main,other", draft_quantization="int8"))
+    assert settled.draft is not None
+    assert settled.draft.path == draft
+    assert settled.draft.others == ("owner/name@main", "other")
+    sources = open_model(settled.draft).drafts
+    assert [(source.path, source.config.revision) for source in sources] == [
+        (draft, None),
+        ("owner/name", "main"),
+        ("other", None),
+    ]
+    assert {source.config.quantization for source in sources} == {"int8"}
+    assert settled.engine.num_drafts == 3
+    assert settle(PairConfig(draft_model=f"{draft},other", drafting="suffix")).engine.num_drafts == 1
+
+
+@pytest.mark.parametrize("draft_model", ["a,b,a", "a,,b", "none,a", "a, auto"])
+def test_several_drafts_are_different_models_each_named(draft_model):
+    with pytest.raises(ConfigError, match=f"draft_model is '{draft_model}'; several drafts must be different models"):
+        settle(PairConfig(draft_model=draft_model))
+
+
+@pytest.mark.parametrize("settings", [{}, {"drafting": "head"}, {"drafting": "model"}])
+def test_a_head_drafts_alone(settings):
+    draft_model = f"{BUNDLED_DRAFT},{BUNDLED_HEAD}"
+    with pytest.raises(ConfigError, match="several drafts, but a trained head drafts alone"):
+        settle(PairConfig(draft_model=draft_model, **settings))
+
+
+def test_a_folder_whose_name_has_a_comma_is_one_draft(tmp_path):
+    (folder := tmp_path / "a,b").mkdir()
+    assert settle(PairConfig(draft_model=str(folder))).engine.num_drafts == 1

@@ -1,5 +1,6 @@
 """Tiny random heads over loaded tiny targets, and rows of targets that draft for themselves."""
 
+import copy
 from dataclasses import replace
 
 import torch
@@ -87,6 +88,24 @@ def backend_with_head(path, config, *, seed=7, **settings):
     plain = backend_of(path, **settings)
     model = with_head(plain.model, random_head(plain.model, config, seed=seed))
     return CpuBackend(model, plain._source)
+
+
+def alone(backend):
+    """The head of a target by itself, with a cache of its own."""
+    model, head = backend.model, backend.model.head
+    apart = HEADS[head.config.kind](head.config, head.embed_tokens, head.lm_head, 0)
+    apart.load_state_dict(head.state_dict())
+    apart.target_ids = head.target_ids
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 0
+    apart.eval().requires_grad_(False)
+    return CpuBackend(replace(model, module=apart, config=config, head=apart), backend._source)
+
+
+def features_of(verifier, block_ids, places):
+    """The features of some places of a request, as bytes."""
+    slots = [verifier.kv.slot(block_ids, place) for place in places]
+    return memoryview(verifier.kv.states.flatten(0, 1)[slots].numpy().tobytes())
 
 
 def make_verifier(backend, drafting="head", **settings):

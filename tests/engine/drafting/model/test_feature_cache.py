@@ -1,8 +1,8 @@
 """A head apart from its target drafts as it does beside it: its cache keeps nothing that came from its own guesses."""
 
-import copy
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,34 +10,22 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.registry import METHODS
-from engine.execution.cpu.cpu_backend import CpuBackend
-from engine.heads.registry import HEADS
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, VerifyRow, run_in_process
 from engine.verification.verifier import ModelVerifier
-from tests.engine.heads.tiny_heads import backend_with_head, head_config
+from tests.engine.heads.cold_starts import KINDS
+from tests.engine.heads.test_dflash import block_config
+from tests.engine.heads.tiny_heads import alone, backend_with_head, features_of, head_config
 
 K = 4
 CONFIG = EngineConfig(num_blocks=40, block_size=4, num_speculative_tokens=K, max_num_batched_tokens=16)
 
 
-def alone(backend):
-    """The head of a target by itself, with a cache of its own."""
-    model, head = backend.model, backend.model.head
-    apart = HEADS[head.config.kind](head.config, head.embed_tokens, head.lm_head, 0)
-    apart.load_state_dict(head.state_dict())
-    apart.target_ids = head.target_ids
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = 0
-    apart.eval().requires_grad_(False)
-    return CpuBackend(replace(model, module=apart, config=config, head=apart), backend._source)
-
-
 class Pair:
     """A target whose head drafts beside it, and the same head apart, whose drafts are compared."""
 
-    def __init__(self, target_path, kind="eagle3", *, num_blocks=40, run_ahead=False, **fields):
-        backend = backend_with_head(target_path, head_config(kind, **fields))
+    def __init__(self, target_path, make_config=head_config, *, num_blocks=40, run_ahead=False):
+        backend = backend_with_head(target_path, make_config())
         self.verifier = ModelVerifier(backend, CONFIG, None, METHODS["head"].make_in_target)
         self.features = FeatureStore(0.0)
         draft = DraftModel(alone(backend), run_ahead=run_ahead, features=self.features)
@@ -61,10 +49,8 @@ class Pair:
     def send(self, request, offset=0, *, end=None):
         """Send the features of all but the last token from `offset` on."""
         end = len(request.token_ids) - 1 if end is None else end
-        kv, blocks = self.verifier.kv, self.blocks[request.request_id]
-        slots = [kv.slot(blocks, place) for place in range(offset, end)]
-        rows = memoryview(kv.states.flatten(0, 1)[slots].numpy().tobytes())
-        row_bytes = kv.states[0, 0].nbytes
+        rows = features_of(self.verifier, self.blocks[request.request_id], range(offset, end))
+        row_bytes = self.verifier.kv.states[0, 0].nbytes
         return self.features.put(request.request_id, offset, end, rows, dtype="float32", row_bytes=row_bytes)
 
     def beside(self, *requests):
@@ -80,14 +66,21 @@ class Pair:
         return [draft.token_ids for draft in run_in_process(self.drafter.propose(rows))]
 
 
-VARIANTS = {"plain": {}, "3.1": {"fc_norm": True, "norm_output": True}, "two layers": {"layers": 2}}
+VARIANTS = {
+    "plain": head_config,
+    "3.1": partial(head_config, fc_norm=True, norm_output=True),
+    "two layers": partial(head_config, layers=2),
+    **{kind: KINDS[kind] for kind in ("peagle", "dflash", "dspark")},
+    "dspark, gated": partial(block_config, kind="dspark", markov_rank=4, markov_head_type="gated", draft_vocab=20),
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_head_apart_drafts_what_it_drafts_beside_its_target_whatever_is_accepted(target_path, name, temperature):
-    pair, chosen = Pair(target_path, **VARIANTS[name]), random.Random(3)
-    long = pair.request("long", [chosen.randrange(2, 64) for _ in range(19)], temperature=temperature)
+    pair, chosen = Pair(target_path, VARIANTS[name]), random.Random(3)
+    text = [60, *(chosen.randrange(2, 64) for _ in range(18))]  # with the mask of blocks
+    long = pair.request("long", text, temperature=temperature)
     short = pair.request("short", [7, 3], temperature=temperature)
     sent = {"long": 0, "short": 0}
     for accepted in (2, 0, 4, 1, 0):
@@ -102,8 +95,9 @@ def test_the_head_apart_drafts_what_it_drafts_beside_its_target_whatever_is_acce
     assert pair.features.counts["missing"] == 0
 
 
-def test_a_request_whose_features_are_missing_gets_an_empty_draft_and_the_others_theirs(target_path):
-    pair = Pair(target_path)
+@pytest.mark.parametrize("name", ["plain", "peagle", "dspark"])
+def test_a_request_whose_features_are_missing_gets_an_empty_draft_and_the_others_theirs(target_path, name):
+    pair = Pair(target_path, VARIANTS[name])
     one, two, single = pair.request("one", [5, 9, 2, 7]), pair.request("two", [8, 8, 3]), pair.request("single", [4])
     for request in (one, two):
         pair.compute(request)
@@ -125,8 +119,9 @@ def test_a_cached_prefix_has_its_features_in_the_first_round_of_a_request(target
     assert pair.apart(second) == pair.beside(second)
 
 
-def test_what_was_evicted_is_asked_for_again_and_drafted_from_replayed_features(target_path):
-    pair = Pair(target_path, num_blocks=4)
+@pytest.mark.parametrize("name", ["plain", "peagle", "dflash"])
+def test_what_was_evicted_is_asked_for_again_and_drafted_from_replayed_features(target_path, name):
+    pair = Pair(target_path, VARIANTS[name], num_blocks=4)
     requests = [pair.request(name, [5, 9, 2, 7, 30, 12 + i]) for i, name in enumerate(("one", "two"))]
     for request in requests:
         pair.compute(request)

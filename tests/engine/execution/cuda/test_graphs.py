@@ -142,6 +142,8 @@ def test_rows_of_blocks_are_never_cut(target_path):
     for model, length, fits in ((target, 9, True), (head_model(target), 3, True), (head_model(target), 9, False)):
         graphs = Graphs(model, KV, CallRecorder(), [Shape(8, 3, 0)], 4)
         assert graphs._fits(build(rows(1, length), KV), Shape(8, 3, 0)) == fits
+        absorbing = [replace(row, num_logits=0) for row in rows(1, 3)]
+        assert graphs._fits(build(absorbing, KV), Shape(8, 3, 0)) == (model is target)
 
 
 @torch.inference_mode()

@@ -142,8 +142,8 @@ class AppConfig(BaseModel):
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off; auto is on where
     each model has a device or cores of its own."""
     draft_learning: DraftLearning = "off"
-    """on: while it is idle, the draft worker trains its draft model on the texts that it drafts for, and then drafts with
-    what it has learned; the text does not change. All who share the worker share what it learned."""
+    """on: while it is idle, the draft worker trains its draft on the texts that it drafts for, and drafts with it where
+    it became better; the text stays the same. All who share the worker share what it learned."""
     draft_learning_share: float = Field(0.5, gt=0, le=1)
     """Share of the draft worker's idle time in which it may learn."""
     draft_learning_path: Annotated[Path | None, OrNone] = None

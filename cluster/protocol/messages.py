@@ -104,8 +104,9 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Drafts(Reply, tag="drafts", frozen=True):
-    """A draft per row; `unprepared` are the counters of `Preparation`, `features` those of `FeatureStore`, `learning`
-    those of `Study`.
+    """A draft per row.
+
+    Counters: `unprepared` of `Preparation`, `features` of `FeatureStore`, `learning` of `Study`.
     """
 
     drafts: list[Draft]

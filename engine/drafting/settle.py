@@ -134,7 +134,7 @@ def check_learning(engine: EngineConfig) -> None:
         raise ConfigError(f"{settings}: no draft model of a draft worker drafts")
     if engine.num_drafts > 1:
         raise ConfigError(
-            f"draft_learning is on, but draft_model names {engine.num_drafts} drafts; one alone can learn"
+            f"draft_learning is on, but draft_model names {engine.num_drafts} drafts; only a single one learns"
         )
     if engine.verification not in SEEDED_RULES:
         raise ConfigError(f"{settings}: it learns from the noise that drafts share with the text, as with coupled")

@@ -72,3 +72,13 @@ async def test_a_number_from_the_configuration_needs_no_survey():
     assert plan.knows("target")
     assert plan.knows("draft")
     assert plan.plan_target([], []) == await plan.plan_draft([]) == size(7, config)
+
+
+async def test_a_draft_that_learns_has_room_for_its_optimiser_wherever_it_is():
+    learning = replace(CONFIG, num_speculative_tokens=0)
+    target, draft = located("a", "gpu0", 2900, weights=100), located("a", "gpu0", 2900, weights=100)
+    together = MemoryPlan(learning, "on")
+    assert together.plan_target([target], [draft]) == size(2900 - 14 * 100 >> 5)
+    apart = MemoryPlan(learning, "on")
+    apart.plan_target([located("b", "gpu0", 10**6)], [])
+    assert await apart.plan_draft([draft]) == size(2900 - 13 * 100 >> 4)

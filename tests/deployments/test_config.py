@@ -62,6 +62,10 @@ def test_flat_strings_are_enough() -> None:
         ({"draft_pool": {}, "draft_model": "none"}, "draft_pool is set, but draft_model is none, drafting is auto"),
         ({"draft_pool": {}, "speculation": "off"}, "speculation is off, num_speculative_tokens is 4: no draft worker"),
         ({"draft_pool": {}, "num_speculative_tokens": "0"}, "num_speculative_tokens is 0: no draft worker is needed"),
+        ({"draft_learning": "on", "drafting": "suffix"}, "draft_learning is on, but drafting is 'suffix' and"),
+        ({"draft_learning": "on", "verification": "block"}, "verification is 'block': it learns from the noise that"),
+        ({"draft_learning": "on", "draft_model": "/a,/b"}, "draft_model names 2 drafts; only a single one learns"),
+        ({"draft_learning_share": "0"}, "draft_learning_share is '0': Input should be greater than 0"),
     ],
 )
 def test_a_wrong_argument_is_named_in_one_line(arguments: dict[str, object], message: str) -> None:
@@ -108,6 +112,7 @@ def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word
 def test_every_setting_of_a_group_or_an_ingress_that_an_argument_names_reaches_it() -> None:
     both = {"tensor_parallel_size": 2, "start_timeout_s": 4.0, "log_format": "json"}
     groups = both | {"run_ahead": "on", "round_timeout_s": 3.0, "hang_timeout_s": 5.0}
+    groups |= {"draft_learning": "on", "draft_learning_share": 0.25, "draft_learning_path": Path("/learned")}
     labels = {"target": {"pool": "big"}, "draft": {"pool": "small"}}
     group = group_config(AppConfig.model_validate(groups | {"label_selector": labels}))
     assert {name: getattr(group, name) for name in groups} == groups
@@ -125,6 +130,14 @@ def test_keys_come_from_everywhere_once(tmp_path: Path, monkeypatch: pytest.Monk
     config = AppConfig.model_validate({"api_keys": ["a"], "api_key_file": str(tmp_path / "keys")})
     assert api_keys(config) == ("a", "b", "c", "d")
     assert "SecretStr('a')" not in repr(config)
+
+
+def test_keys_share_what_a_draft_learns_only_if_they_share_anyway() -> None:
+    settings = {"draft_learning": "on", "api_keys": ["a", "b"]}
+    with pytest.raises(ArgumentError, match="draft_learning is on with 2 api_keys"):
+        api_keys(AppConfig.model_validate(settings))
+    assert api_keys(AppConfig.model_validate(settings | {"share_between_keys": True})) == ("a", "b")
+    assert api_keys(AppConfig.model_validate(settings | {"api_keys": ["a", "a"]})) == ("a",)
 
 
 def test_keys_of_the_wrong_form_are_refused_without_being_shown() -> None:
@@ -168,9 +181,11 @@ def test_a_pool_of_drafts_reaches_the_group_as_a_lease_instead_of_a_worker(value
 def test_a_draft_worker_of_a_pool_reads_what_the_draft_is_made_from_and_no_more() -> None:
     settings = {"target_model": "org/big@one", "draft_model": "/small", "draft_pool": {}, "run_ahead": "on"}
     settings |= {"label_selector": {"draft": {"pool": "small"}}, "hang_timeout_s": 3.0, "log_format": "json"}
+    settings |= {"draft_learning": "on", "draft_learning_share": 0.25, "draft_learning_path": "/learned"}
     group = group_config(AppConfig.model_validate(settings))
     pool = pool_config(group)
-    shared = ("draft", "engine", "run_ahead", "draft_pool", "draft_label_selector", "hang_timeout_s", "log_format")
+    shared = ["draft", "engine", "run_ahead", "draft_pool", "draft_label_selector", "hang_timeout_s", "log_format"]
+    shared += ["draft_learning", "draft_learning_share", "draft_learning_path"]
     assert [getattr(pool, name) for name in shared] == [getattr(group, name) for name in shared]
     assert (pool.target.path, pool.target.revision) == ("org/big", "one")
     unread = {"target_quantization": "int8", "tensor_parallel_size": 4, "round_timeout_s": 9.0}

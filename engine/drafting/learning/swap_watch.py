@@ -9,7 +9,8 @@ from engine.protocols import Draft, ProposeRow, Request
 ROUNDS = 64
 """Rounds before and after a swap that are compared."""
 TOLERATED = 0.05
-"""The fall of acceptance that undoes a swap, beyond one standard error."""
+"""The fall of acceptance that undoes a swap, beyond `_SURE` standard errors."""
+_SURE = 2.0
 
 
 class Verified(NamedTuple):
@@ -62,7 +63,7 @@ class SwapWatch:
             return False
         rate, usual = (verified.accepted / verified.compared for verified in (after, before))
         error = (rate * (1 - rate) / after.compared + usual * (1 - usual) / before.compared) ** 0.5
-        return bool(rate + error < (1 - TOLERATED) * usual)
+        return bool(rate + _SURE * error < (1 - TOLERATED) * usual)
 
     def _verified(self, request: Request) -> Verified:
         length, draft = self._drafts.pop(request.request_id)

@@ -18,11 +18,13 @@ from cluster.workers import draft_worker
 from cluster.workers.draft_worker import DraftWorker
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.assembly import assemble
+from engine.drafting.learning import lessons, study
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import Drafter, NoDrafter
+from engine.stats.preparation import PREPARATION
 from tests.cluster.wire import NODE_ID, in_thread
 from tests.models import save_llama
 from tests.waiting import wait_for
@@ -181,6 +183,43 @@ def test_the_cache_takes_what_four_groups_can_use(config):
     short.load()
     for _ in range(600 // (16 + 4)):
         short.lease(identity(), 4)
+
+
+async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config, tmp_path, monkeypatch):
+    """Weights that any judge would take are taken, while requests go on; nothing is compiled or lost meanwhile."""
+    path, steps, priorities = tmp_path / "learned", [], []
+    monkeypatch.setattr(study.os, "setpriority", lambda *arguments: priorities.append(arguments))
+    monkeypatch.setattr(lessons, "STEP_TOKENS", 64)
+    monkeypatch.setattr(study, "JUDGED_EVERY", 2)
+    monkeypatch.setattr(study, "judge", lambda *_: steps.append(1) or "taken")
+    settings = {"draft_learning": "on", "draft_learning_share": 1.0, "draft_learning_path": path}
+    worker = DraftWorker(replace(config, **settings), "worker 1", max_groups=2, node=NODE)
+    worker.load()
+    before = dict(PREPARATION.counts)
+    params = SamplingParams(temperature=0.5, seed=1, learning_group="")
+    with in_thread(worker):
+        client = Client(worker)
+
+        async def propose(number: int) -> None:
+            entry = ProposeEntry(PrefixDelta(str(number), 0, [5, 6, *range(3, 43)], 2, replace(params, seed=number)), 3)
+            released = [str(number - 1)] if number else []
+            call = await client.link.begin(Propose(number + 1, client.lease.version, 30.0, released, [entry]))
+            assert len((await call).drafts[0].token_ids) == 3
+
+        number = 0
+        while worker.learned["taken"] < 2 or not path.exists():
+            await propose(number)
+            number += 1
+            if worker._study.watch.is_watching:
+                worker._study.watch._before = None
+        client.link.close()
+    ((_, thread, priority),) = priorities
+    assert (thread != threading.get_native_id(), priority) == (True, 19)
+    assert worker.learned["tokens"] >= 128
+    assert dict(PREPARATION.counts) == before
+    other = DraftWorker(replace(config, **settings), "worker 2", node=NODE)
+    other.load()
+    assert other._study.offer is not None
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 ROUNDS = 'paceline:rounds_by_draft_length_total{num_draft_tokens="4",reason="goodput",replica="r1"}'
 COMPILING = {"compiling": {"done": 1, "of": 6, "left_s": 40}}
 OF_NO_USE = {'paceline:draft_problem{problem="low_acceptance"}': 1, 'paceline:draft_problem{problem="unused"}': 0}
+LEARNED = {
+    "paceline:draft_learning_tokens_total": 64_000,
+    'paceline:draft_learning_swaps_total{outcome="taken"}': 2,
+    'paceline:draft_learning_accepted_tokens{weights="loaded"}': 1.5,
+    'paceline:draft_learning_accepted_tokens{weights="learned"}': 2.1,
+}
 FINDINGS = [
     # Three tokens in the time of three rounds are as fast as plain, as the clock measures.
     ({"draft_s": 3.0}, {}, "speed-up", "ok", "measured speed-up 1.00, predicted 1.00; 3.00 tokens a round"),
@@ -33,6 +39,13 @@ FINDINGS = [
     ({"num_parameters": 5_500_000}, {}, "pace", "warning", "6 M weights allow 19: read"),
     ({"compiling": COMPILING}, {}, "pace", "warning", "measure once it is compiled, in 40 s"),
     ({}, {"paceline:target_recoveries_total": 2}, "recoveries", "warning", "the Router's log"),
+    (
+        {},
+        LEARNED,
+        "draft learning",
+        "ok",
+        "64,000 tokens learned, swaps: 2 taken; drafts of held-out texts add +40%",
+    ),
     ({}, {"vllm:num_requests_waiting": 7}, "queue", "warning", "max_replicas"),
     ({"is_ready": False}, {}, "health", "error", "recovering"),
 ]

@@ -117,7 +117,7 @@ async def test_requests_are_counted_by_what_they_ask_for_and_how_long_they_get(r
 
 async def test_what_drafts_state_slots_and_draft_workers_do_is_shown_where_they_are(rig: Rig) -> None:
     plain = shown(rig.metrics)
-    assert not [name for name in plain if name.startswith(("state_slot", "feature", "draft_problem"))]
+    assert not [name for name in plain if name.startswith(("state_slot", "feature", "draft_problem", "draft_learning"))]
     info = ModelInfo("tiny", 64, 64, [], 0, "float32", "cpu", state_chunk=8)
     rig.engine.scheduler.extras = StateSlots(EngineConfig(num_states=4), info)
     rig.engine.add("held", [1, 2, 3], generation().params)
@@ -130,6 +130,8 @@ async def test_what_drafts_state_slots_and_draft_workers_do_is_shown_where_they_
     rig.remote_drafter.fallbacks["absent"] = 3
     rig.remote_drafter.features = {"bytes": 4096, "waited": 2}
     rig.remote_drafter.unprepared = {"compiled": 2}
+    swaps = {"taken": 3, "dropped": 2, "undone": 1}
+    rig.remote_drafter.learning = {"tokens": 640, "steps": 1, **swaps, "accepted_before": 1.5, "accepted_after": 2.0}
     watched = RouterMetrics(rig.engine, rig.remote_drafter, rig.remote_verifier, has_draft=True)
     watched.watch_draft()
     assert {
@@ -143,6 +145,9 @@ async def test_what_drafts_state_slots_and_draft_workers_do_is_shown_where_they_
         "feature_bytes_total": 4096,
         "feature_waited_total": 2,
         "unprepared_total compiled draft": 2,
+        "draft_learning_tokens_total": 640,
+        "draft_learning_swaps_total undone": 1,
+        "draft_learning_accepted_tokens learned": 2.0,
         "draft_problem unused": 0,
     }.items() <= shown(watched).items()
 

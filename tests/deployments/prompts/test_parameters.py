@@ -134,3 +134,21 @@ def test_what_a_model_cannot_do_is_refused(model: ModelLimits, fields: Any, para
     with pytest.raises(RequestError, match=message) as refused:
         sampling_params(request, model, max_n=8)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "group"),
+    [
+        ({}, ""),
+        ({"speculative": {"learn": True}}, ""),
+        ({"speculative": {"learn": False}}, None),
+        ({"cache_salt": "s"}, None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_a_draft_learns_from_a_text_unless_the_client_salts_it_or_opts_out(
+    client: httpx.AsyncClient, routers: LocalRouters, path: str, fields: dict[str, Any], group: str | None
+) -> None:
+    response = await client.post(path, json={**CONTENT[path], **fields})
+    assert response.status_code == 200, response.text
+    assert routers.last.params.learning_group == group

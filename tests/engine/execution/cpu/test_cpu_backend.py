@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.config import CompileProgress, EngineConfig
+from engine.drafting.learning.learner import Learner
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.drafting.run_ahead.chains import RunAheadDrafter
@@ -34,7 +35,8 @@ from engine.sampling.grammar import Grammars
 from engine.sampling.grammar_text import from_regex
 from engine.sampling.noise import Draws
 from engine.verification.verifier import ModelVerifier
-from tests.engine.conftest import VOCAB
+from tests.engine.conftest import VOCAB, save_llama
+from tests.engine.drafting.learning.texts import changed
 from tests.engine.execution.cpu.batches import assert_copies_no_cache, assert_same_caches, both_caches, mixed_rows
 from tests.engine.heads.tiny_heads import backend_with_head, head_config
 from tests.engine.ranks import AbsentOthers
@@ -288,3 +290,24 @@ def test_16_bit_weights_stay_16_bit_in_eager_passes_where_the_library_is(has_lib
     logits = model.run(build([ForwardRow(text[20:], 20, [1, 2, 3], len(text) - 20)], kv)).logits
     expected = widened(torch.tensor([text])).logits[0, 20:]
     assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.long
+@needs_compiler
+def test_compiled_passes_read_new_weights_in_place(tmp_path):
+    """Of packed layers, norms and all; nothing is compiled again. Kills: a package that keeps copies."""
+    module = AutoModelForCausalLM.from_pretrained(save_llama(tmp_path, seed=3, hidden=64), dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    backend, other = backend_of(tmp_path, compile="auto"), backend_of(tmp_path)
+    learner = Learner(backend, 4)
+    weights = learner._rounded(changed(learner.loaded, 0.3))
+    backend.compile()
+    compiled, package = backend._compiled, backend._package
+    backend.assign(weights)
+    other.assign(weights)
+    kv, others = both_caches(backend)
+    passes = build(mixed_rows()[1:4:2], kv), build(mixed_rows()[1:4:2], others)
+    assert torch.allclose(backend.run(passes[0]).logits, other.run(passes[1]).logits, atol=1e-3)
+    assert backend._compiled is compiled
+    assert any(isinstance(layer, PanelLinear) for layer in backend._step.module.modules())
+    assert packages.package_path(backend._step, *backend.model.configurations) == package

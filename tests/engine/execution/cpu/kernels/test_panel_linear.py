@@ -65,6 +65,15 @@ def test_weights_are_kept_bit_for_bit(name, library):
     assert torch.equal(layer(torch.eye(36)), weight.T)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_new_weights_are_rounded_and_stored_in_place(dtype):
+    layer = PanelLinear.pack(linear(random(70, 36).to(dtype).float()))
+    panels, weight = layer.panels.data_ptr(), random(70, 36, seed=1)
+    layer.refill(weight)
+    assert layer.panels.data_ptr() == panels
+    assert torch.equal(layer.panels, PanelLinear.pack(linear(weight.to(dtype).float())).panels)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_the_library_products_are_the_same_but_for_rounding(name):
     layer, weight, _ = packed(name, 130, 48)

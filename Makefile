@@ -28,7 +28,7 @@ fix: $(STAMP)-dev
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
 
-load: $(STAMP)-dev  ## start the bundled pair, load it with and without drafts, and check every text; a minute
+load: $(STAMP)-dev  ## start the bundled pair, load it with and without drafts, and audit every text; a minute
 	$(BIN)/python -m tests.load.ci $(ARGS)
 
 bench: $(STAMP)-dev  ## compare with transformers; JSON=path writes the rows

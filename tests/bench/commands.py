@@ -34,6 +34,7 @@ from rich.console import Console
 from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, Verification
 from engine.errors import PacelineError
 from tests.bench.abuse import ABUSES, EACH_S, outcomes, show_abuse
+from tests.bench.audit import audit
 from tests.bench.compare import CELLS, compile_models, show, write
 from tests.bench.contestants.with_serve import Server
 from tests.bench.methods.comparison import methods
@@ -146,6 +147,7 @@ def _compare(options: Namespace, workload: Workload, console: Console) -> list[s
     compile_models(workload, console)
     rows, failures = collect(names, workload, console)
     show(rows, workload, console)
+    failures += audit(rows, workload, console)
     if options.json is not None:
         write(rows, options.json)
     return failures

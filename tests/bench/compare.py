@@ -64,7 +64,8 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
 
 
 def write(rows: Iterable[Row], path: Path) -> None:
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    entries = [{name: value for name, value in asdict(row).items() if name != "texts"} for row in rows]
+    path.write_text(json.dumps(entries, indent=2) + "\n")
 
 
 def conditions(workload: Workload) -> str:

@@ -27,11 +27,12 @@ class RoundSplit:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One timed batch; a `split` of None does not apply."""
+    """One timed batch; a `split` of None does not apply. `texts` are token ids to audit, or none."""
 
     elapsed_s: float
     acceptance: Acceptance
     split: RoundSplit | None = None
+    texts: list[list[int]] = field(default_factory=list)
 
 
 class Method(Protocol):
@@ -57,6 +58,7 @@ class Row:
         rows_per_round: requests in a round without prompts, on average.
         hit_share: as of `RoundSplit`.
         tokens_per_s_by_turn: methods side by side had their turns at the same times.
+        texts: of the first batch; they are not in the JSON.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Row:
     rows_per_round: float | None = None
     hit_share: float | None = None
     tokens_per_s_by_turn: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list, compare=False)
 
     @property
     def cell(self) -> Cell:
@@ -103,6 +106,7 @@ def row_of(
         rows_per_round=num_row_rounds / sum(split.num_rounds for split in splits) if splits else None,
         hit_share=_median(split.hit_share for split in splits if split.hit_share is not None),
         tokens_per_s_by_turn=rates,
+        texts=timed[0].texts,
     )
 
 

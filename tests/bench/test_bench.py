@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.bench import compare, turns
+from tests.bench.audit import audit
 from tests.bench.contestants import with_serve
 from tests.bench.figures import Batch, Row
 from tests.bench.worker import Worker, WorkerProcess
@@ -37,9 +38,15 @@ def test_every_method_in_this_process_fills_its_rows(workload, console, tmp_path
         assert len(row.tokens_per_s_by_turn) == len(workload.batches(row.cell))
         assert row.tokens_per_s == median(row.tokens_per_s_by_turn)
     check(rows)
+    assert audit(rows, workload, console) == []
+    rows[-1].texts[1][2] ^= 1
+    [failure] = audit(rows, workload, console)
+    assert failure.startswith("engine-speculative: a text at T=0.7 is not the target's: [Difference(position=2, ")
     compare.show(rows, workload, console)
     assert isinstance(console.file, StringIO)
-    assert "engine-speculative / engine-plain" in console.file.getvalue()
+    shown = console.file.getvalue()
+    assert "engine-speculative / engine-plain" in shown
+    assert "audited: of 3 different texts, 3 are the target's, 0 but for near ties" in shown
     compare.write(rows, tmp_path / "rows.json")
     written: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
     assert [Row(**row) for row in written] == rows
@@ -53,6 +60,7 @@ def test_the_served_application_fills_its_rows(workload, console, monkeypatch):
     assert failures == []
     assert [row.batch_size for row in rows] == [1, 2]
     check(rows)
+    assert audit(rows, workload, console) == []
 
 
 class Failing(Worker):

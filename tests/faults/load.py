@@ -1,4 +1,4 @@
-"""Load: clients that send the same requests over and over, streamed or not, give some up, and compare every answer."""
+"""Load: clients that send the same requests over and over, streamed or not, and give some up."""
 
 import asyncio
 import random
@@ -9,7 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.faults.streams import REQUESTS, Received, receive
+from tests.faults.answers import Answers
+from tests.faults.streams import REQUESTS, receive
 
 MAX_TOKENS = 96
 ABORTED = 0.15
@@ -48,27 +49,18 @@ class Load:
     """What was sent, and what came back.
 
     Attributes:
-        reference: the answer to each request of `POOL` without faults.
+        answers: to the requests of `POOL`.
         outcomes: requests by how they ended: same, aborted, refused, different, failed, hung.
         problems: what must not happen, in words.
         latencies_s: of the requests that ended as they should.
     """
 
     session: aiohttp.ClientSession
-    reference: list[Received]
+    answers: Answers = field(default_factory=lambda: Answers(POOL))
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
     longest_gap_s: float = 0.0
-
-    @classmethod
-    async def begin(cls, session: aiohttp.ClientSession) -> "Load":
-        """Send every request of the pool once, one after the other, for the reference."""
-        reference = [await receive(session, path, _streamed(body)) for path, body in POOL]
-        load = cls(session, reference)
-        bad = [index for index, stream in enumerate(reference) if stream.error or not stream.has_ended]
-        load.problems += [f"request {index} fails without faults: {reference[index].error}" for index in bad]
-        return load
 
     async def be_a_client(self, choices: random.Random, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -100,7 +92,7 @@ class Load:
             self._end("refused", form)
         elif received.error is not None or not received.has_ended:
             self._end("failed", f"{form}: {received.error or 'no end'}")
-        elif (difference := received.difference(self.reference[index])) is not None:
+        elif (difference := self.answers.difference(index, received)) is not None:
             self._end("different", f"{form}: {difference}")
         else:
             self._end("same", form)

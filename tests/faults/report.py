@@ -9,11 +9,13 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
+from tests.faults.answers import Answers
 from tests.faults.faults import FAULTS, Setup
 from tests.faults.nodes import NodeServer
 from tests.faults.redis_head import RedisServer
 from tests.faults.server import FaultServer
-from tests.faults.trial import run_reference, run_trial
+from tests.faults.streams import REQUESTS
+from tests.faults.trial import run_trial
 
 SETUPS = get_args(Setup)
 
@@ -36,16 +38,15 @@ def report(console: Console, names: list[str], seed: int, **arguments: object) -
     """Run the faults one after the other and print a table; return what differs, is left, or cannot be tried."""
     columns = ("fault", "same content", "continued", "longest gap", "new request answered after")
     table = Table(*columns, title="8 seeded streams of up to 400 tokens")
-    problems: list[str] = []
+    problems, answers = list[str](), Answers(REQUESTS)
     faults = sorted((FAULTS[name] for name in names), key=lambda fault: SETUPS.index(fault.setup))
     for setup, group in itertools.groupby(faults, key=lambda fault: fault.setup):
         if reason := why_not(setup):
             console.print(f"not tried: {', '.join(fault.name for fault in group)}: {reason}")
             continue
         with closing(open_server(setup, **arguments)) as server:
-            reference = asyncio.run(run_reference(server))
             for fault in group:
-                trial = asyncio.run(run_trial(server, fault, reference, seed))
+                trial = asyncio.run(run_trial(server, fault, answers, seed))
                 problems += [f"{fault.name}: {problem}" for problem in trial.problems]
                 problems += [f"{fault.name}: {gauge} is {value}" for gauge, value in server.what_is_left().items()]
                 num_continued = sum(stream.num_reconnects > 0 for stream in trial.streams)

@@ -10,6 +10,7 @@ from statistics import quantiles
 
 from rich.console import Console
 
+from tests.faults.answers import Answers
 from tests.faults.chaos import BURST_SIZES, Chaos
 from tests.faults.leftovers import Belongings, count_files, count_roles, half_closed
 from tests.faults.load import Load
@@ -55,29 +56,32 @@ class SoakReport:
 
 
 def soak(duration_s: float, seed: int, json_path: Path | None, console: Console) -> SoakReport:
-    """Run the chaos and print the report; with a path, write it as JSON, and the server's log beside it."""
+    """Run the chaos and print the report; with a path, write it as JSON, and log and records beside it."""
     report = SoakReport(duration_s, seed)
     belongings = Belongings()
     server = FaultServer(belongings.variables, max_num_seqs=MAX_NUM_SEQS, max_queued_requests=MAX_QUEUED_REQUESTS)
     try:
-        asyncio.run(_run(server, belongings, report))
+        answers = asyncio.run(_run(server, belongings, report))
     finally:
         if json_path is not None:
             json_path.with_suffix(".log").write_text(server.log)
         server.close()
+    report.problems += [f"request {index}: {words}" for index, words in answers.audit().items()]
     report.problems += [f"left behind: {name}" for name in belongings.left()]
     problems = report.problems
     console.print_json(json.dumps(asdict(report) | {"problems": problems[:SHOWN]}))
     console.print(f"{len(problems)} problems" if problems else "nothing differs, hangs or is left behind")
     if json_path is not None:
         json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
+        lines = (json.dumps(answers.record(index)) + "\n" for index in answers.first)
+        json_path.with_suffix(".jsonl").write_text("".join(lines))
     return report
 
 
-async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) -> None:
+async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) -> Answers:
     choices = random.Random(report.seed)
     async with open_session(server.url) as session:
-        load = await Load.begin(session)
+        load = Load(session)
         await load.burst(BURST_SIZES[1])  # opens the connections that HAProxy and the Ingress keep
         before, num_files = count_roles(server), count_files(server, ":Ingress")
         chaos = Chaos(server, load, choices)
@@ -102,6 +106,7 @@ async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) 
     if (more := count_files(server, ":Ingress") - num_files) > MORE_FILES:
         report.problems.append(f"the Ingress has {more} more files open")
     _count_requests(server, report)
+    return load.answers
 
 
 def _count_requests(server: FaultServer, report: SoakReport) -> None:

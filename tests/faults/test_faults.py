@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from tests.e2e.served.test_faults import IN_EVERY_RUN
+from tests.faults.answers import Answers
 from tests.faults.faults import FAULTS
 from tests.faults.redis_head import GCS_DOWN_S, MAX_REPLICAS
 from tests.faults.report import SETUPS, open_server, report, why_not
-from tests.faults.streams import open_session, receive_all
-from tests.faults.trial import run_reference
+from tests.faults.streams import REQUESTS, Received, open_session, receive_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -31,7 +31,7 @@ def test_no_stream_notices_more_than_a_pause(setup):
 @pytest.mark.skipif(why_not("Redis") is not None, reason="no redis-server on this machine")
 def test_without_a_gcs_new_requests_are_served_and_once_it_is_back_replicas_start():
     with closing(open_server("Redis", compile="off")) as server:
-        reference = asyncio.run(run_reference(server))
+        answers = Answers(REQUESTS)
 
         async def stream_until(condition):
             """Send the eight streams again and again, twice at a time, until something holds; compare every one."""
@@ -39,7 +39,9 @@ def test_without_a_gcs_new_requests_are_served_and_once_it_is_back_replicas_star
             async def client():
                 async with open_session(server.url) as session:
                     while not condition():
-                        assert reference.differences(dict(enumerate(await receive_all(session)))) == {}
+                        streams = [Received() for _ in REQUESTS]
+                        await receive_all(session, streams)
+                        assert [*map(answers.difference, range(len(streams)), streams)] == [None] * len(streams)
 
             async with asyncio.timeout(RECOVERED_WITHIN_S):
                 await asyncio.gather(client(), client())
@@ -52,3 +54,4 @@ def test_without_a_gcs_new_requests_are_served_and_once_it_is_back_replicas_star
         assert httpx.get(f"{server.url}/health").status_code == 200
         server.process(":Router").kill()
         asyncio.run(stream_until(lambda: len(server.processes("TargetWorker")) == MAX_REPLICAS))
+    assert answers.audit() == {}

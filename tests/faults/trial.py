@@ -7,25 +7,14 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from tests.faults.answers import Answers
 from tests.faults.faults import Fault
 from tests.faults.server import FaultServer
-from tests.faults.streams import Received, open_session, receive, receive_all
+from tests.faults.streams import NUM_TOKENS, REQUESTS, Received, open_session, receive, receive_all
 
 _PROBE = {"prompt": "x", "max_tokens": 1, "stream": True}
 _PROBE_PAUSE_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """The streams without faults, and how long they take."""
-
-    streams: list[Received]
-    duration_s: float
-
-    def differences(self, streams: dict[int, Received]) -> dict[int, str]:
-        """Return how streams differ, by their index; those that do not are left out."""
-        found = {index: stream.difference(self.streams[index]) for index, stream in streams.items()}
-        return {index: difference for index, difference in found.items() if difference is not None}
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +23,7 @@ class Trial:
 
     Attributes:
         back_after_s: how long after the fault a new request was answered.
-        differing: by the index of a stream, how it differs from the reference.
+        differing: by the index of a stream, how it differs from the first one, or that from the target's own text.
     """
 
     fault: Fault
@@ -56,26 +45,20 @@ class Trial:
         return problems
 
 
-async def run_reference(server: FaultServer) -> Reference:
-    """Run the streams twice, the first time to fill caches."""
+async def run_trial(server: FaultServer, fault: Fault, answers: Answers, seed: int) -> Trial:
+    """Run the streams, strike at a random moment of their first half, and audit what no trial before has received."""
+    num_tokens = random.Random(seed).uniform(0.05, 0.5) * NUM_TOKENS * len(REQUESTS)
+    streams = [Received() for _ in REQUESTS]
     async with open_session(server.url) as session:
-        await receive_all(session)
-        started = time.monotonic()
-        streams = await receive_all(session)
-        return Reference(streams, time.monotonic() - started)
-
-
-async def run_trial(server: FaultServer, fault: Fault, reference: Reference, seed: int) -> Trial:
-    """Run the streams, and strike at a random moment of their first half."""
-    delay_s = random.Random(seed).uniform(0.05, 0.5) * reference.duration_s
-    async with open_session(server.url) as session:
-        running = asyncio.create_task(receive_all(session))
-        await asyncio.sleep(delay_s)
+        running = asyncio.create_task(receive_all(session, streams))
+        while sum(stream.num_tokens for stream in streams) < num_tokens and not running.done():
+            await asyncio.sleep(_POLL_S)
         fault.strike(await asyncio.to_thread(server.process, fault.process, fault.position))
         back_after_s = await _probe(session)
-        streams = await running
-        differing = reference.differences(dict(enumerate(streams)))
-    return Trial(fault, back_after_s, streams, differing)
+        await running
+    differing = {index: answers.difference(index, stream) for index, stream in enumerate(streams)}
+    found = {index: difference for index, difference in differing.items() if difference is not None}
+    return Trial(fault, back_after_s, streams, found | await asyncio.to_thread(answers.audit))
 
 
 async def _probe(session: aiohttp.ClientSession) -> float:

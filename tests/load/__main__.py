@@ -11,7 +11,7 @@ from rich.status import Status
 from .arms import Arm, in_turn
 from .options import Options, parse
 from .records import Record
-from .reference import differences, reference_texts
+from .reference import check, target_of
 from .report import Report
 from .run import Run, open_run
 from .server import LoadError
@@ -37,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     report.write(options.out, ["python", "-m", str(__package__), *words])
     report.show(console)
-    console.print(f"written: {options.out}/{{summary.json,requests.jsonl,config.json}}", style="dim")
+    console.print(f"written: {options.out}/{{summary.json,requests.jsonl,records.jsonl,config.json}}", style="dim")
+    if any(record.kept for record in report.run.records):
+        target = target_of(options.reference or "")
+        auditor = f"--target-model {target}" if target else f"--url {options.url}"
+        console.print(f"to audit it: paceline audit {options.out}/records.jsonl {auditor}", style="dim", soft_wrap=True)
     return 1 if report.problems else 0
 
 
@@ -48,11 +52,10 @@ async def _test(options: Options, console: Console) -> Report:
             for turn in range(0 if options.sweep else options.num_turns):
                 for arm in in_turn(options.arm_list, turn):
                     await _measure(run, arm, turn, None, status)
-            differing = None
             if options.reference is not None:
                 status.update(f"texts of {options.reference}")
-                differing = differences(run.records, await reference_texts(run.plan, run.records))
-    return Report(run, levels, differing)
+                await check(run.plan, run.records)
+    return Report(run, levels)
 
 
 async def _sweep(run: Run, status: Status) -> list[Level]:

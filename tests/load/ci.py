@@ -1,4 +1,4 @@
-"""`python -m tests.load.ci`: start the bundled pair, load it with and without drafts, and check every text.
+"""`python -m tests.load.ci`: start the bundled pair, load it with and without drafts, and audit every text.
 
 The pair is compiled first, where that was not done before, so that what is measured is what a server computes once it
 has been up for a while. Then it takes about a minute. Arguments are added to those of `python -m tests.load`.

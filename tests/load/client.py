@@ -119,10 +119,15 @@ def _take(event: dict[str, Any], arrived_s: float, record: Record) -> None:
     text = ""
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        text += choice.get("text") or delta.get("reasoning_content") or delta.get("content") or ""
+        thoughts = delta.get("reasoning_content")
+        record.has_thoughts |= bool(thoughts)
+        text += choice.get("text") or thoughts or delta.get("content") or ""
         record.finish_reason = choice.get("finish_reason") or record.finish_reason
     record.text += text
-    record.prompt_token_ids += event.get("prompt_token_ids") or []
+    if kept := event.get("record"):
+        record.kept = kept
+        if not record.has_thoughts:  # which were parted from the text
+            kept["choices"][0]["text"] = record.text
     num_before = record.num_tokens
     usage = event.get("usage")
     if usage is not None:

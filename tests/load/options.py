@@ -72,10 +72,10 @@ class Options(BaseModel):
     slo_share: Annotated[float, Field(gt=0, le=1)] = 0.99
     """share of requests within them"""
     reference: str | None = None
-    """compare every text: a server's URL, which is asked without drafts, or `engine`, or `engine:MODEL`: the target
-    alone, in this process"""
+    """check every text: `engine` or `engine:MODEL` audits it by the target in this process; a server's URL is asked for
+    it without drafts"""
     out: Path = Field(default_factory=lambda: Path("load-results") / datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ"))
-    """folder for summary.json, requests.jsonl and config.json (default: load-results/TIME)"""
+    """folder for summary.json, requests.jsonl, records.jsonl and config.json (default: load-results/TIME)"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

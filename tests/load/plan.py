@@ -39,8 +39,6 @@ class Plan:
         if self.server.has_extensions:
             body |= extension_fields(cache_salt)
             body["speculative"] |= arm.fields()
-            if self.options.reference is not None and self.options.endpoint == "chat":
-                body["return_token_ids"] = True
         return body
 
     def reference_body(self, index: int, *, has_extensions: bool) -> dict[str, Any]:

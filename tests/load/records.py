@@ -46,6 +46,8 @@ class Record:
         outcome: `ok`, `429`, another HTTP status, or a word for what failed: `timeout`, `ConnectError`, `cut`, ...
         chunks: times at which tokens arrived, and the tokens received by then; 0 where the server does not say.
         acceptance: None if the server does not report it per request.
+        kept: the server's own record of its answer, with the text that came here, for `paceline audit`.
+        difference: from the reference's text, in words.
     """
 
     index: int
@@ -64,7 +66,9 @@ class Record:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     acceptance: Acceptance | None = None
-    prompt_token_ids: list[int] = field(default_factory=list)
+    has_thoughts: bool = False
+    kept: dict[str, Any] | None = None
+    difference: str | None = None
 
     @property
     def is_ok(self) -> bool:
@@ -108,7 +112,7 @@ class Record:
     def as_json(self) -> dict[str, Any]:
         """Return the line of `requests.jsonl`."""
         fields = asdict(self)
-        del fields["prompt_token_ids"], fields["retry_after_s"]
+        del fields["kept"], fields["retry_after_s"]
         return {**fields, "ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "e2e_s": self.e2e_s}
 
 

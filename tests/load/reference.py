@@ -1,8 +1,10 @@
-"""Reference: every text is compared with the one that the target writes without drafts."""
+"""Reference: every text is the target's own, says an audit in this process, or the text of another server."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .client import Client, Clock
@@ -11,56 +13,40 @@ from .records import Record
 from .server import PATHS, LoadError, survey
 
 ENGINE = "engine"
+BUNDLED = "bundled"
 _NUM_STREAMS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A text that is not the reference's, from the first character that differs."""
-
-    index: int
-    arm: str
-    turn: int
-    position: int
-    expected: str
-    actual: str
-
-    def __str__(self) -> str:
-        return (
-            f"request {self.index} (arm {self.arm}, turn {self.turn}) differs from character {self.position} on: "
-            f"{self.actual[:40]!r} instead of {self.expected[:40]!r}"
-        )
+def target_of(reference: str) -> str | None:
+    """Return the target that `engine` or `engine:MODEL` names; None for a server's URL."""
+    name, _, model = reference.partition(":")
+    return model or BUNDLED if name == ENGINE else None
 
 
-def differences(records: Sequence[Record], texts: Mapping[int, str]) -> list[Difference]:
-    """Return the successful requests whose text is not the reference's text for the same number."""
-    differing = []
-    for record in records:
-        expected = texts[record.index] if record.is_ok else record.text
-        if record.text != expected:
-            pairs = enumerate(zip(record.text, expected, strict=False))
-            shorter = min(len(record.text), len(expected))
-            position = next((i for i, (actual, other) in pairs if actual != other), shorter)
-            pieces = expected[position:], record.text[position:]
-            differing.append(Difference(record.index, record.arm, record.turn, position, *pieces))
-    return differing
+async def check(plan: Plan, records: Sequence[Record]) -> None:
+    """Note how the texts of successful requests differ from the reference's.
 
-
-async def reference_texts(plan: Plan, records: Sequence[Record]) -> dict[int, str]:
-    """Return the reference's text for each request that succeeded, by its number.
-
-    Raises LoadError if the reference cannot be reached, or does not answer a request.
+    Raises LoadError if the reference cannot be reached, or cannot check a request.
     """
-    reference = plan.options.reference
+    reference, succeeded = plan.options.reference, [record for record in records if record.is_ok]
     assert reference is not None
-    needed = {record.index: record for record in records if record.is_ok}
-    if reference == ENGINE or reference.startswith(f"{ENGINE}:"):
-        requests = [(record, plan.reference_body(index, has_extensions=True)) for index, record in needed.items()]
-        return await asyncio.to_thread(_from_engine, reference.partition(":")[2], requests)
-    return await _from_server(reference, plan, needed)
+    if model := target_of(reference):
+        await asyncio.to_thread(_audit, model, succeeded)
+        return
+    texts = await _texts_of(reference, plan, {record.index for record in succeeded})
+    for record in succeeded:
+        record.difference = difference(record.text, texts[record.index])
 
 
-async def _from_server(url: str, plan: Plan, indices: Iterable[int]) -> dict[int, str]:
+def difference(actual: str, expected: str) -> str | None:
+    if actual == expected:
+        return None
+    pairs = enumerate(zip(actual, expected, strict=False))
+    at = next((i for i, (one, other) in pairs if one != other), min(len(actual), len(expected)))
+    return f"differs from character {at} on: {actual[at : at + 40]!r} instead of {expected[at : at + 40]!r}"
+
+
+async def _texts_of(url: str, plan: Plan, indices: set[int]) -> dict[int, str]:
     """Ask a server for the texts, some at a time."""
     options = plan.options
     client = Client(url, PATHS[options.endpoint], api_key=options.api_key, timeout_s=options.timeout)
@@ -82,14 +68,40 @@ async def _from_server(url: str, plan: Plan, indices: Iterable[int]) -> dict[int
         await client.close()
 
 
-def _from_engine(model: str, requests: Sequence[tuple[Record, Mapping[str, Any]]]) -> dict[int, str]:
-    from engine import LLM, SamplingParams  # loads torch, which nothing else here needs
-    from engine.config import BUNDLED
+def _audit(model: str, records: Sequence[Record]) -> None:
+    """Audit each different answer to a request once."""
+    answers: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.kept is None:
+            raise LoadError("the server sends no records of its answers to audit: name a server as --reference")
+        answers[f"request {record.index}: {json.dumps(record.kept['choices'])}"].append(record)
+    for name, words in audit(model, {name: same[0].kept or {} for name, same in answers.items()}).items():
+        for record in answers[name]:
+            record.difference = words
 
-    llm = LLM(target_model=model or BUNDLED, drafting="none")
-    # A chat's template was applied by the server, which returned the token ids.
-    prompts: list[Any] = [record.prompt_token_ids or str(body["prompt"]) for record, body in requests]
-    names = ("max_tokens", "temperature", "seed", "ignore_eos")
-    params = [SamplingParams(**{name: body[name] for name in names if name in body}) for _, body in requests]
-    results = llm.generate(prompts, params, show_progress=False)
-    return {record.index: result.outputs[0].text for (record, _), result in zip(requests, results, strict=True)}
+
+def audit(model: str, records: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Audit records by a target in this process; return what differs, in words, by the name of the record.
+
+    Raises LoadError if a record cannot be audited.
+    """
+    from deployments.diagnosis.audit_report import AuditReport
+    from deployments.records.record import Record as Kept
+
+    found, entries = {}, [Kept.model_validate(kept) for kept in records.values()]
+    for name, entry, outcome in zip(records, entries, _auditor(model)(entries), strict=True):
+        report = AuditReport(near=0.0)
+        report.add(name, entry, outcome)
+        for reason in report.reasons:
+            raise LoadError(f"{name[:80]} cannot be audited: {reason}")
+        for _, words in report.differing[:1]:
+            found[name] = words.removeprefix(f"{name}, ")
+    return found
+
+
+@functools.cache
+def _auditor(model: str) -> Any:
+    """Load a target. It loads torch, which nothing else here needs."""
+    from deployments.diagnosis.auditors import local_auditor
+
+    return local_auditor({"target_model": model, "compile": "off"})

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from .arms import Ratio, speed_up, verdict
 from .records import LATENCIES, Record
-from .reference import Difference
 from .run import Run
 from .summary import Summary, by_domain, summarize
 from .sweep import Level, capacity
@@ -26,13 +25,14 @@ class Report:
 
     Attributes:
         summaries: by arm.
-        differing: texts that are not the reference's; None if they were not compared.
+        differing: requests whose texts are not the reference's; None if they were not compared.
     """
 
-    def __init__(self, run: Run, levels: Sequence[Level], differing: Sequence[Difference] | None) -> None:
+    def __init__(self, run: Run, levels: Sequence[Level]) -> None:
         self.run = run
         self.levels = levels
-        self.differing = differing
+        is_checked = run.options.reference is not None
+        self.differing = [record for record in run.records if record.difference] if is_checked else None
         self.slo = run.options.limits
         names = [arm.name for arm in run.options.arm_list]
         self.baseline = "off" if "off" in names else names[0]
@@ -52,7 +52,7 @@ class Report:
             elif slo and not self.levels and not slo.is_met(self._records(name)):
                 problems.append(f"arm {name} misses the SLO ({summary['good_share']:.4f} of the requests): {slo}")
         differing = self.differing or ()
-        problems += [str(difference) for difference in differing[:_MAX_SHOWN]]
+        problems += [f"request {r.index} (arm {r.arm}, turn {r.turn}) {r.difference}" for r in differing[:_MAX_SHOWN]]
         if len(differing) > _MAX_SHOWN:
             problems.append(f"{len(differing) - _MAX_SHOWN} more texts differ")
         return problems
@@ -93,7 +93,7 @@ class Report:
             "speed_up": {arm: {name: asdict(ratio) for name, ratio in ratios.items()} for arm, ratios in speed_ups},
             "levels": [asdict(level) for level in self.levels],
             "capacity": {name: capacity(self.levels, name) for name in self.summaries} if self.levels else None,
-            "differing_texts": None if self.differing is None else [asdict(text) for text in self.differing],
+            "differing_texts": None if self.differing is None else [record.as_json() for record in self.differing],
             "problems": self.problems,
             "notes": self.notes(),
         }
@@ -109,8 +109,12 @@ class Report:
         }
         for name, content in (("config", config), ("summary", self.as_json())):
             (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-        with (folder / "requests.jsonl").open("w") as file:
-            file.writelines(json.dumps(record.as_json()) + "\n" for record in self.run.records)
+        lines = {
+            "requests": [record.as_json() for record in self.run.records],
+            "records": [record.kept for record in self.run.records if record.kept is not None],
+        }
+        for name, entries in lines.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
     def show(self, console: Console) -> None:
         if self.levels:
@@ -187,7 +191,7 @@ class Report:
     def _summary(self, arm: str) -> Summary:
         summary = summarize(self._records(arm), self.slo, acceptance=self.run.acceptance.get(arm))
         if self.differing is not None:
-            differing = [difference for difference in self.differing if difference.arm == arm]
+            differing = [record for record in self.differing if record.arm == arm]
             summary |= {"texts_checked": summary["num_ok"], "texts_differing": len(differing)}
         return summary
 

@@ -51,7 +51,7 @@ def prompt_fields(endpoint: Endpoint, content: str | list[dict[str, Any]]) -> di
 
 
 def extension_fields(cache_salt: str) -> dict[str, Any]:
-    """Return what is asked of a server that has extensions: tokens counted by chunk, and acceptance by request.
+    """Return what is asked of a server that has extensions: tokens counted by chunk; acceptance, and a record to audit.
 
     Args:
         cache_salt: requests with another one share no cached prompts with these.
@@ -59,7 +59,7 @@ def extension_fields(cache_salt: str) -> dict[str, Any]:
     return {
         "cache_salt": cache_salt,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        "speculative": {"metrics": "summary"},
+        "speculative": {"metrics": "summary", "record": True},
     }
 
 

@@ -11,10 +11,10 @@ from scipy import stats
 
 from tests.load.__main__ import main
 from tests.load.arms import Arm, Ratio, speed_up, verdict
-from tests.load.client import Clock, data_of_events
+from tests.load.client import Clock, _take, data_of_events
 from tests.load.loops import arrival_times, open_loop
 from tests.load.records import Acceptance, Record, Slo
-from tests.load.reference import differences
+from tests.load.reference import difference
 from tests.load.server import Counters, LoadError
 from tests.load.summary import summarize
 from tests.load.sweep import RESOLUTION, Level, capacity, search
@@ -111,14 +111,17 @@ def test_a_speed_up_compares_the_same_requests_of_the_same_turn():
     assert (ratio.mean, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
 
 
+def test_an_answer_is_audited_with_the_text_that_came():
+    answered = Record(0, "d", 0, 0)
+    for event in ({"choices": [{"text": "ab"}]}, {"record": {"choices": [{"text": "abc"}]}}):
+        _take(event, 1.0, answered)
+    assert answered.kept == {"choices": [{"text": "ab"}]}
+
+
 def test_a_text_that_differs_is_named_from_where_it_differs():
-    records = [Record(i, "d", 0, 0, arm="on", text=text) for i, text in enumerate(["abc", "abd", "ab"])]
-    records.append(Record(3, "d", 0, 0, outcome="503", text="a"))
-    found = differences(records, {0: "abc", 1: "abc", 2: "abc"})
-    assert [(text.index, text.position, text.expected, text.actual) for text in found] == [
-        (1, 2, "c", "d"),
-        (2, 2, "c", ""),
-    ]
+    assert difference("abc", "abc") is None
+    assert difference("abd", "abc") == "differs from character 2 on: 'd' instead of 'c'"
+    assert difference("ab", "abc") == "differs from character 2 on: '' instead of 'c'"
 
 
 @pytest.mark.parametrize(

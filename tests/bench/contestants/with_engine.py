@@ -40,11 +40,11 @@ class EngineMethod:
             self._seconds.clear()
 
         started = time.perf_counter()
-        generate(self.engine, prompts, cell.temperature, self._num_tokens, observe)
+        texts = generate(self.engine, prompts, cell.temperature, self._num_tokens, observe)
         elapsed = time.perf_counter() - started
         means = [sum(seconds) / len(rounds) for seconds in zip(*rounds, strict=True)]
         split = RoundSplit(len(rounds), *means) if rounds else None
-        return Batch(elapsed, acceptance(self.engine.stats) - before, split)
+        return Batch(elapsed, acceptance(self.engine.stats) - before, split, texts)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -90,13 +90,13 @@ def generate(
     temperature: float,
     num_tokens: int,
     observe: Callable[[float, bool], None],
-) -> None:
-    """Continue prompts as `LLM.generate` does.
+) -> list[list[int]]:
+    """Continue prompts as `LLM.generate` does, and return the new tokens.
 
     Args:
         observe: takes the seconds of each round, and whether it computed prompts.
     """
-    counts = [0] * len(prompts)
+    texts: list[list[int]] = [[] for _ in prompts]
     for index, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=index, max_tokens=num_tokens, ignore_eos=True)
         engine.add(str(index), prompt, params)
@@ -105,6 +105,8 @@ def generate(
         outputs = run_in_process(engine.step())
         observe(time.perf_counter() - started, has_prompts)
         for output in outputs:
-            counts[int(output.request_id)] += len(output.token_ids)
+            texts[int(output.request_id)] += output.token_ids
+    counts = [len(text) for text in texts]
     if any(count != num_tokens for count in counts):
         raise RuntimeError(f"the engine returned {counts} tokens, {num_tokens} each were asked for")
+    return texts

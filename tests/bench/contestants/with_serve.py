@@ -141,20 +141,20 @@ class ServeMethod:
         before = await self._read()
         started = time.perf_counter()
         streams = [self._stream(ids, temperature, seed) for seed, ids in enumerate(prompts)]
-        await asyncio.gather(*streams)
+        texts = await asyncio.gather(*streams)
         elapsed = time.perf_counter() - started
         after = await self._read()
-        return Batch(elapsed, acceptance_of(after) - acceptance_of(before), split_between(before, after))
+        return Batch(elapsed, acceptance_of(after) - acceptance_of(before), split_between(before, after), texts)
 
     async def _read(self) -> Metrics:
         async with self._client.get("/metrics", raise_for_status=True) as answer:
             families = text_string_to_metric_families(await answer.text())
             return Metrics(sample for family in families for sample in family.samples)
 
-    async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> None:
+    async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> list[int]:
         body = {"prompt": list(ids), "max_tokens": self._num_tokens, "temperature": temperature, "seed": seed}
-        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        usage = None
+        body |= {"ignore_eos": True, "stream": True, "speculative": {"record": True}}
+        usage, record = None, None
         async with self._client.post("/v1/completions", json=body) as answer:
             if not answer.ok:
                 raise RuntimeError(f"{answer.status}: {await answer.text()}")
@@ -164,9 +164,11 @@ class ServeMethod:
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise RuntimeError(str(chunk["error"]))
-                usage = chunk.get("usage") or usage
-        if usage is None or usage["completion_tokens"] != self._num_tokens:
+                usage, record = chunk.get("usage") or usage, chunk.get("record") or record
+        if usage is None or record is None or usage["completion_tokens"] != self._num_tokens:
             raise RuntimeError(f"the server counted {usage}, {self._num_tokens} tokens were asked for")
+        ids: list[int] = record["choices"][0]["token_ids"]
+        return ids
 
 
 async def _open_client(url: str) -> aiohttp.ClientSession:

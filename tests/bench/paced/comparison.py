@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 from rich.console import Console
 
+from tests.bench.audit import audit
 from tests.bench.compare import compile_models, conditions
 from tests.bench.paced.light_pair import make_light_pair
 from tests.bench.paced.roofline import Pair
@@ -47,7 +48,7 @@ def paced(
             with patch.dict(os.environ, PASSIVE | environment(pair_name)):
                 rows, failed = collect(names, paced_workload, console)
             cells += paced_cells(rows, pair, paced_workload)
-            failures += failed
+            failures += failed + audit(rows, paced_workload, console)
     show(cells, pair_name, console)
     console.print(conditions(workload), highlight=False)
     return failures

@@ -5,9 +5,11 @@ import asyncio
 import pytest
 
 from tests.e2e.servers import Server
+from tests.faults.answers import Answers
 from tests.faults.faults import FAULTS
 from tests.faults.server import FaultServer
-from tests.faults.trial import Reference, run_reference, run_trial
+from tests.faults.streams import REQUESTS
+from tests.faults.trial import run_trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
@@ -29,17 +31,15 @@ def faulty(server: Server) -> FaultyServer:
 
 
 @pytest.fixture(scope="module")
-def reference(faulty: FaultyServer) -> Reference:
-    reference = asyncio.run(run_reference(faulty))
-    assert all(stream.has_ended and stream.error is None for stream in reference.streams)
-    return reference
+def answers() -> Answers:
+    return Answers(REQUESTS)
 
 
 @pytest.mark.parametrize("fault", [FAULTS[name] for name in IN_EVERY_RUN], ids=lambda fault: fault.name)
-def test_streams_have_their_text_although_a_process_is_killed(fault, faulty, reference):
+def test_streams_have_their_text_although_a_process_is_killed(fault, faulty, answers):
     """Where the connections end at the process, the clients come back with the id of the last event."""
     before = faulty.num_resubmissions
-    trial = asyncio.run(run_trial(faulty, fault, reference, seed=len(fault.name)))
+    trial = asyncio.run(run_trial(faulty, fault, answers, seed=len(fault.name)))
     assert trial.problems == []
     assert faulty.what_is_left() == {}
     if not fault.cuts_streams:

@@ -30,6 +30,7 @@ def test_the_bundled_pair_writes_the_targets_text_under_load(server, tmp_path):
     assert off["latencies_ms"]["itl"] is not None
     assert summary["speed_up"]["adaptive"]["all"]["low"] is not None
     requests = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().split("\n") if line]
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 48
     turns = list(dict.fromkeys((request["turn"], request["arm"]) for request in requests))
     assert turns == [(0, "off"), (0, "adaptive"), (1, "adaptive"), (1, "off")]
     assert json.loads((tmp_path / "config.json").read_text())["options"]["concurrency"] == 4
@@ -44,14 +45,19 @@ def test_a_missed_slo_a_wrong_text_and_an_arm_that_is_another_are_told_by_the_ex
     assert command.main(["--url", server.url, *words, "--arms", "off,fixed", "--turns", "1"]) == 2
     assert "arm fixed: " in capsys.readouterr().out
     assert command.main(["--url", "http://127.0.0.1:1"]) == 2
-    reference_texts = command.reference_texts
+    check = command.check
 
-    async def wrong_texts(plan, records):
-        return await reference_texts(plan, records) | {0: "wrong"}
+    async def check_falsified(plan, records):
+        records[0].text = "wrong"
+        records[0].kept["choices"][0]["token_ids"][3] ^= 1
+        await check(plan, records)
 
-    monkeypatch.setattr(command, "reference_texts", wrong_texts)
-    status, summary = run(server, tmp_path, *words, "--reference", server.url)
-    assert (status, [text["index"] for text in summary["differing_texts"]]) == (1, [0])
+    monkeypatch.setattr(command, "check", check_falsified)
+    for reference, what in (("engine", "token 3: "), (server.url, "character 0 ")):
+        status, summary = run(server, tmp_path, *words, "--reference", reference)
+        assert status == 1
+        [text] = summary["differing_texts"]
+        assert what in text["difference"]
 
 
 @pytest.mark.parametrize("load", [("--concurrency", "1"), ("--rate", "2")])

@@ -76,7 +76,7 @@ def settle(pair: PairConfig) -> Settled:
         speculation=pair.speculation if pair.num_speculative_tokens else "off",
     )
     if method.reads_features:
-        draft = replace(target, head_only=True)
+        draft = replace(target, head_only=True, execution="torch", vllm={})
     return Settled(target, draft if method.runs_in == "draft" else None, engine)
 
 

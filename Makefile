@@ -59,7 +59,7 @@ AVX2_TESTS := tests/engine/execution/cpu/kernels/test_library.py tests/engine/ex
 avx2: $(STAMP)-dev  ## tests that depend on vector instructions, limited to AVX2; skipped on CPUs without it
 	if grep -qsw avx2 /proc/cpuinfo; then $(AVX2_ONLY) $(BIN)/pytest $(SIDE_BY_SIDE) -m "not gpu" -k "not test_matrix or chunked" $(AVX2_TESTS); fi
 
-VLLM_TESTS := tests/engine/execution/vllm tests/engine/test_matrix.py tests/engine/test_prompt_logprobs.py tests/e2e/groups \
+VLLM_TESTS := tests/engine/execution/vllm tests/engine/test_matrix.py tests/engine/test_prompt_logprobs.py tests/e2e/groups tests/cluster/test_heads.py \
 	tests/engine/models/test_families.py::test_the_table_names_what_vllm_serves
 
 vllm: $(VLLM_STAMP)  ## tests of targets, with vLLM's passes, in an environment of its own

@@ -31,6 +31,8 @@ MIRRORED_ELSEWHERE = {
     "deployments/prompts/grammar_process.py": "tests/deployments/prompts/test_grammar_compiler.py",
     "engine/blocks/row_extras.py": "tests/engine/hybrids/test_state_slots.py and encoder_decoder/test_input_rows.py",
     "engine/drafting/learning/whole_text.py": "tests/engine/drafting/learning/test_learner.py",
+    "engine/drafting/model/block_drawer.py": "tests/engine/drafting/in_target/test_block_drafter.py",
+    "engine/drafting/model/block_model_drafter.py": "tests/engine/drafting/model/test_feature_cache.py",
     "engine/drafting/model/draft_model.py": "a dataclass without behaviour",
     "engine/drafting/model/token_drawer.py": "tests/engine/test_exactness.py, which checks every draft token",
     "engine/drafting/run_ahead/chains.py": "tests/engine/drafting/run_ahead/test_run_ahead.py",

@@ -20,8 +20,8 @@ from engine.protocols import Verdict, VerifyRow
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from engine.drafting.assembly import LoadedVerifier
     from engine.drafting.model.feature_store import FeatureStore
-    from engine.verification.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class FeatureSource:
     worker reports a gap. Both threads change it: what a race spoils comes back as a gap.
     """
 
-    def __init__(self, verifier: "ModelVerifier", connector: Connector, version: int) -> None:
+    def __init__(self, verifier: "LoadedVerifier", connector: Connector, version: int) -> None:
         self.identity = connector.identity
         self.num_sent: dict[str, int] = {}
         self._verifier, self._connector, self._version = verifier, connector, version

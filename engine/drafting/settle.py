@@ -79,7 +79,7 @@ def settle(pair: PairConfig) -> Settled:
         num_drafts=1 + len(others) if method.runs_in == "draft" else 1,
     )
     if method.reads_features:
-        draft = replace(target, head_only=True)
+        draft = replace(target, head_only=True, execution="torch", vllm={})
     return Settled(target, draft if method.runs_in == "draft" else None, engine)
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from engine.config import EngineConfig
 from engine.execution.memory import Footprint
-from engine.heads.config import HeadConfig, read_head_config
+from engine.heads.config import read_head_config
 from engine.models.causal_lm import kv_shape
 from engine.models.layers.latent import EXPANDING
 from engine.models.layers.linear_layers import planned_states
@@ -40,12 +40,7 @@ def footprint(
         source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size,
         cache_dtype=cache_dtype,
     )  # fmt: skip
-    if (head := source.head) is None:
-        return needs
-    # The target's files are counted whole, MTP layers included.
-    num_weights = 0 if head.path == source.path else sum(map(math.prod, head.weight_shapes.values()))
-    config = read_head_config(head, source)
-    return with_head(needs, config, num_weights * bytes_per_weight, engine, dtype, cache_dtype or dtype)
+    return _with_head(needs, source, engine, dtype, bytes_per_weight)
 
 
 def footprint_with_vllm(source: ModelSource, engine: EngineConfig, *, dtype: torch.dtype, world_size: int) -> Footprint:
@@ -53,25 +48,31 @@ def footprint_with_vllm(source: ModelSource, engine: EngineConfig, *, dtype: tor
     num_weights = sum(map(math.prod, source.weight_shapes.values()))
     stored_bytes = sum(path.stat().st_size for path in source.weight_files)
     weight_bytes = num_weights * dtype.itemsize if source.saved_format is None else stored_bytes
-    return of_weights(
+    needs = of_weights(
         source.path, weight_bytes // world_size, source.configuration, engine,
         longest=source.max_model_len, dtype=dtype, world_size=world_size, cache_dtype=kv_dtype(source.config),
     )  # fmt: skip
+    return _with_head(needs, source, engine, dtype, dtype.itemsize)
 
 
-def with_head(
-    target: Footprint, head: HeadConfig, weight_bytes: int, engine: EngineConfig, dtype: torch.dtype, kv: torch.dtype
+def _with_head(
+    target: Footprint, source: ModelSource, engine: EngineConfig, dtype: torch.dtype, bytes_per_weight: int
 ) -> Footprint:
-    """Add a whole head, whose cached keys and values are `kv`, to the footprint of a rank of its target."""
-    shape, width = kv_shape(head.layers, 1), len(head.taps) * head.target_hidden_size
+    """Add the whole head of a target, if it has one, to the footprint of a rank."""
+    if (head := source.head) is None:
+        return target
+    # The target's files are counted whole, MTP layers included.
+    num_weights = 0 if head.path == source.path else sum(map(math.prod, head.weight_shapes.values()))
+    config, cache_dtype = read_head_config(head, source), kv_dtype(source.config) or dtype
+    shape, width = kv_shape(config.layers, 1), len(config.taps) * config.target_hidden_size
     return replace(
         target,
-        weight_bytes=target.weight_bytes + weight_bytes,
+        weight_bytes=target.weight_bytes + num_weights * bytes_per_weight,
         # The tapped outputs, as the target's layers leave them and joined.
         workspace_bytes=target.workspace_bytes + 2 * engine.max_num_batched_tokens * width * dtype.itemsize,
         kv_token_bytes=target.kv_token_bytes
-        + shape.token_numbers * kv.itemsize
-        + head.layers.hidden_size * dtype.itemsize,
+        + shape.token_numbers * cache_dtype.itemsize
+        + config.layers.hidden_size * dtype.itemsize,
     )
 
 

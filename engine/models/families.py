@@ -42,8 +42,8 @@ REFUSED: Mapping[str, str] = {
 }
 """Families, by `model_type`, that are not served for reasons that no rule sees."""
 _ONLY_CHAINS = (
-    "computed by vLLM, where drafts are chains from elsewhere; drafting must be model, ngram, suffix or model+suffix, "
-    "or execution torch"
+    "computed by vLLM, where drafts are chains from elsewhere; drafting must be model, head_worker, ngram, "
+    "suffix or model+suffix, or execution torch"
 )
 _TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """transformers' tasks of models that write text, alone or with a part of the model."""
@@ -174,7 +174,7 @@ class ModelKind:
 class ServedByVllm(ModelKind):
     """Decoder-only models that vLLM computes; its registry, which a worker reads, decides which of them it has."""
 
-    refusals: Mapping[str, str] = dict.fromkeys(("trees", "heads", "self-drafts", "features"), _ONLY_CHAINS)
+    refusals: Mapping[str, str] = dict.fromkeys(("trees", "self-drafts"), _ONLY_CHAINS)
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Raise ModelError for what vLLM's part of a round cannot compute."""

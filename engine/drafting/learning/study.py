@@ -170,7 +170,8 @@ class Study:
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         torch.set_num_threads(1)
-        stream = torch.cuda.Stream(self._learner.device) if self._learner.device.type == "cuda" else None
+        is_cuda = self._learner.device.type == "cuda"
+        stream = torch.cuda.Stream(self._learner.device) if is_cuda else None  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.stream(stream):
                 while not self._is_closed.is_set():
@@ -194,7 +195,7 @@ class Study:
 
     def _read(self, path: Path) -> Weights:
         try:
-            with safetensors.safe_open(path, "pt", device=str(self._learner.device)) as file:  # type: ignore[no-untyped-call]
+            with safetensors.safe_open(path, "pt", device=str(self._learner.device)) as file:
                 draft, names = (file.metadata() or {}).get(_DRAFT), set(file.keys())
                 weights = {name: file.get_tensor(name) for name in names}
         except (OSError, safetensors.SafetensorError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.config import EngineConfig, ModelConfig, unknown_argument
 from engine.errors import ConfigError
+from engine.heads.config import read_head_config
 from engine.models.source import ModelSource
 
 TESTED = "0.32"
@@ -105,11 +106,15 @@ def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, worl
     # vLLM refuses a context for which its cache has no room.
     length = min(engine.max_model_len or source.max_model_len, source.max_model_len)
     most_tokens = max(engine.max_num_batched_tokens, engine.max_num_seqs * (1 + k))
+    further = _parsed({name: value for name, value in config.vllm.items() if name not in (INVARIANT, ADAPTERS)})
+    if source.head is not None:  # vLLM would take compiled passes that return no taps
+        taps = read_head_config(source.head, source).taps
+        further["additional_config"] = {**further.get("additional_config", {}), "taps": taps}
     return {
         **_FIXED,
         # One slot stays empty: on CPUs, vLLM computes rows without an adapter with the last slot.
         **({"enable_lora": True, "max_loras": len(adapters) + 1} if adapters else {}),
-        **_parsed({name: value for name, value in config.vllm.items() if name not in (INVARIANT, ADAPTERS)}),
+        **further,
         "model": str(source.directory),
         "dtype": dtype,
         "kv_cache_dtype": config.kv_cache_dtype,

@@ -15,7 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from engine.errors import ModelError
-from engine.execution.vllm.runner import Runner
+from engine.execution.vllm.runner import Runner, tap
 
 
 class RankExecutor(UniProcExecutor):  # type: ignore[misc]
@@ -34,6 +34,7 @@ def start(
     num_blocks: int,
     adapters: Sequence[LoRARequest] = (),
     place: tuple[str, int, int] | None = None,
+    taps: Sequence[int] = (),
 ) -> Runner:
     """Load a rank and its KV cache, as vLLM's `EngineCore._initialize_kv_caches` does, and return its runner.
 
@@ -42,6 +43,7 @@ def start(
         device_type: where this project's settings place the target; vLLM has one kind of device, that of its build.
         num_blocks: KV blocks, including block 0, which vLLM gives to no request, either.
         place: see `RankExecutor`.
+        taps: layers whose outputs are read; see `tap`.
 
     Raises:
         ModelError: vLLM does not serve the model so.
@@ -51,7 +53,7 @@ def start(
     model, set_num_threads = arguments["model"], torch.set_num_threads
     RankExecutor.place = place
     try:
-        return _start(model, {**arguments, "distributed_executor_backend": RankExecutor}, num_blocks, adapters)
+        return _start(model, {**arguments, "distributed_executor_backend": RankExecutor}, num_blocks, adapters, taps)
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{model} does not fit into memory: {error}") from error
     except (ValueError, NotImplementedError) as error:
@@ -60,9 +62,14 @@ def start(
         torch.set_num_threads = set_num_threads  # on CPUs, vLLM replaces it by a function that does nothing
 
 
-def _start(model: str, arguments: Mapping[str, Any], num_blocks: int, adapters: Sequence[LoRARequest]) -> Runner:
+def _start(
+    model: str, arguments: Mapping[str, Any], num_blocks: int, adapters: Sequence[LoRARequest], taps: Sequence[int]
+) -> Runner:
     config = EngineArgs(**arguments, kv_cache_memory_bytes=1).create_engine_config()
     executor = RankExecutor(config)
+    runner = executor.driver_worker.worker.model_runner
+    if taps:
+        tap(runner, taps)
     register_all_kvcache_specs(config)
     specs = executor.get_kv_cache_specs()
     layouts = executor.get_supported_kv_cache_layouts()
@@ -85,7 +92,7 @@ def _start(model: str, arguments: Mapping[str, Any], num_blocks: int, adapters: 
         executor.add_lora(adapter)
     if executor.place is not None:
         _forget_names(executor.place[0], executor.place[1])
-    return Runner(executor.driver_worker.worker.model_runner)
+    return Runner(runner)
 
 
 def _forget_names(address: str, rank: int) -> None:

@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.core.sched.output import SchedulerOutput
+
+from engine.errors import ModelError
 
 
 class Runner:
@@ -17,7 +20,9 @@ class Runner:
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
         self._hidden: Tensor | None = None
-        self._firsts: dict[str, int] = {}
+        self._tapped: Sequence[Tensor] = ()
+        self._tokens: dict[str, range] = {}
+        """Where each request's tokens are in the last round."""
 
     def append(self, added: Mapping[str, Sequence[int]]) -> None:
         """Append committed tokens to requests, as vLLM's `_bookkeeping_sync` does with sampled tokens."""
@@ -42,14 +47,13 @@ class Runner:
         runner = self._runner
         runner.execute_model(output)
         state, runner.execute_model_state = runner.execute_model_state, None
-        self._hidden = state.hidden_states
+        self._hidden, self._tapped = state.hidden_states, state.aux_hidden_states or ()
         drafts, first, rows = output.scheduled_spec_decode_tokens, 0, dict[str, range]()
-        self._firsts.clear()
-        next_token = 0
+        self._tokens.clear()
+        token = 0
         for request_id in runner.input_batch.req_ids:
             rows[request_id] = range(first, first := first + 1 + len(drafts.get(request_id, ())))
-            self._firsts[request_id] = next_token
-            next_token += output.num_scheduled_tokens[request_id]
+            self._tokens[request_id] = range(token, token := token + output.num_scheduled_tokens[request_id])
         logits: Tensor = state.logits
         if [*rows] != [*output.num_scheduled_tokens]:
             order = [row for request_id in output.num_scheduled_tokens for row in rows[request_id]]
@@ -59,7 +63,25 @@ class Runner:
     def logits_of(self, request_id: str, places: Iterable[int]) -> Tensor:
         """Return float32 logits [n, vocab] of other tokens of the last round: the request's n-th, for n in `places`."""
         assert self._hidden is not None, "a round comes first"
-        first = self._firsts[request_id]
-        index = torch.tensor([first + place for place in places], device=self._hidden.device)
+        tokens = self._tokens[request_id]
+        index = torch.tensor([tokens[place] for place in places], device=self._hidden.device)
         logits: Tensor = self._runner.model.compute_logits(self._hidden[index])
         return logits.float()
+
+    def tapped(self, request_ids: Iterable[str]) -> list[Tensor]:
+        """Return what the last round's tokens of these requests left in each of `tap`'s layers, [tokens, width]."""
+        index = torch.tensor([token for request_id in request_ids for token in self._tokens[request_id]])
+        return [output[index.to(output.device)] for output in self._tapped]
+
+
+def tap(model_runner: Any, layers: Sequence[int]) -> None:
+    """Have a loaded model also return the outputs of its first so many layers, ascending, as for vLLM's own heads.
+
+    Passes must not be compiled yet. Raises ModelError if the model cannot return them.
+    """
+    model = model_runner.get_model()
+    if not supports_eagle3(model):
+        problem = "does not return the outputs of its layers, which a head reads; set execution to torch"
+        raise ModelError(f"vLLM's {type(model).__name__} {problem}")
+    model_runner.use_aux_hidden_state_outputs = True
+    model.set_aux_hidden_state_layers(tuple(layers))

@@ -10,10 +10,12 @@ from torch import Tensor
 from vllm.lora.request import LoRARequest
 
 from engine.config import CompileProgress, EngineConfig
+from engine.execution.kv_tensors import KVTensors
 from engine.execution.reduce import World
 from engine.execution.vllm.arguments import ADAPTERS, check_version, digest_of, engine_arguments
 from engine.execution.vllm.rank import start
 from engine.execution.vllm.schedule import Schedule
+from engine.execution.vllm.tapped_features import TappedFeatures
 from engine.models.loader import resolve_device, resolve_dtype
 from engine.models.source import ModelSource
 from engine.protocols import Verdict, VerifyRow
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 class VllmVerifier:
     """Verifies with vLLM's worker in this process; also its own `backend`, for whoever asks for the loaded model."""
 
+    kv: KVTensors
+    """The features of tokens, if a head on the draft worker reads them."""
+
     def __init__(self, source: ModelSource, engine: EngineConfig, grammars: Grammars, world: World | None) -> None:
         """Load a target or a rank of it; raise ModelError if vLLM does not serve it, ConfigError for its arguments."""
         assert engine.num_blocks is not None
@@ -39,7 +44,13 @@ class VllmVerifier:
         arguments = engine_arguments(source, engine, dtype_name, world.size if world else 1)
         adapters = {name: LoRARequest(name, nth, path) for nth, (name, path) in enumerate(paths.items(), start=1)}
         self._num_threads = source.config.num_threads or torch.get_num_threads() if device.type == "cpu" else None
-        self._runner = start(arguments, device.type, self.num_blocks, [*adapters.values()], place)
+        self._features = None
+        if source.head is not None:
+            like = torch.empty(0, dtype=dtype, device=device)
+            self._features = TappedFeatures(source, self.num_blocks, engine.block_size, like)
+            self.kv = self._features.kv
+        layers = self._features.layers if self._features is not None else ()
+        self._runner = start(arguments, device.type, self.num_blocks, [*adapters.values()], place, layers)
         self._schedule = Schedule(adapters)
         self.info = source.info(
             num_parameters=sum(torch.Size(shape).numel() for shape in source.weight_shapes.values()),
@@ -61,6 +72,8 @@ class VllmVerifier:
             self._runner.append(planned.added)
             # Every rank computes the prompts' logits, because vLLM gathers logits over the ranks.
             logits = self._wanted(rows, self._runner.run(planned.output))
+            if self._features is not None:
+                self._features.write(rows, self._runner.tapped(row.request.request_id for row in rows))
             return self._decider.decide(rows, self._decider.runs(rows), logits, None) if decides else []
 
     def release(self, request_id: str) -> None:

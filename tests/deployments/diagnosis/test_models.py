@@ -113,9 +113,11 @@ def test_a_head_is_found_and_counted_with_its_target(tmp_path: Path):
     settings = {"draft_model": save_head(tmp_path / "head", head_settings(target), head_tensors()), "device": "cpu"}
     findings = list(path_findings(config(**settings)))
     assert [(finding.level, finding.subject) for finding in findings] == [("ok", "target"), ("ok", "head")]
-    for drafting in ("auto", "head_worker"):
-        (pair,) = pair_findings(config(**settings, drafting=drafting))
+    for drafting, execution in (("auto", "torch"), ("head_worker", "torch"), ("head_worker", "vllm")):
+        (pair,) = pair_findings(config(**settings, drafting=drafting, execution=execution))
         assert pair.level == "ok", pair.found
+    (pair,) = pair_findings(config(**settings, execution="vllm"))
+    assert (pair.level, "drafting must be model, head_worker, ngram" in pair.found) == ("error", True)
     (missing,) = [one for one in path_findings(config(draft_model="org/head")) if one.level == "error"]
     assert missing.advice == "`paceline pull org/head` downloads what is missing"
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("target", "head")]

@@ -36,7 +36,9 @@ async def assert_drafts_soon(generation: Generation, group: SpeculationGroup) ->
 async def test_a_head_drafts_again_after_its_worker_or_the_target_was_killed(config, expected, tmp_path):
     target = replace(config.target, head=save_head(tmp_path / "head", config.target.path))
     engine = replace(config.engine, drafting="head_worker", speculation="fixed")
-    config = replace(config, target=target, draft=replace(target, head_only=True), engine=engine, run_ahead="off")
+    config = replace(
+        config, target=target, draft=replace(target, head_only=True, execution="torch"), engine=engine, run_ahead="off"
+    )
     async with running(config) as group:
         generation = generate(group)
         await run_until_tokens(generation, 60)

@@ -121,6 +121,9 @@ def test_a_pair_is_of_one_kind_which_its_method_can_draft_for(target, draft, met
 DIRECT = Method("draft", lambda config, draft: NoDrafter(), rules=("block",))
 
 
+HEAD_ALONE = {"head_only": True, "execution": "torch", "vllm": {}}
+
+
 @pytest.fixture
 def head(tmp_path):
     return save_head(tmp_path / "head", head_settings("org/target@main"), {})
@@ -133,8 +136,10 @@ def test_a_head_is_loaded_with_its_target(head):
     settled = settle(PairConfig(target_model="/other", draft_model=head, drafting="head_tree"))
     assert (settled.target.path, settled.target.head, settled.draft) == ("/other", head, None)
     settled = settle(PairConfig(draft_model=head, drafting="head_worker"))
-    assert settled.draft == replace(settled.target, head_only=True)
+    assert settled.draft == replace(settled.target, **HEAD_ALONE)
     assert settled.target.head == head
+    settled = settle(PairConfig(draft_model=head, drafting="head_worker", execution="vllm", vllm={"seed": 1}))
+    assert (settled.target.execution, settled.draft) == ("vllm", replace(settled.target, **HEAD_ALONE))
     for settings in ({"speculation": "off"}, {"num_speculative_tokens": 0}, {"drafting": "suffix"}):
         settled = settle(PairConfig(draft_model=head, **settings))
         assert (settled.target.path, settled.target.head, settled.draft) == ("org/target", None, None)

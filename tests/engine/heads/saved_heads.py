@@ -7,7 +7,7 @@ from tests.engine.tiny import model_of
 
 CONFIGS = {
     "eagle3": head_config(taps=(1, 2), norm_before_residual=True),
-    "dflash": block_config(taps=(1, 2)),
+    "dflash": block_config(taps=(2, 1)),
     "dspark": block_config(taps=(1, 2), kind="dspark", sample_from_anchor=True, markov_rank=4, markov_head_type="rnn"),
 }
 

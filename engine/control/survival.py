@@ -114,16 +114,19 @@ class Survival:
         """Learn from a verdict on tokens of the draft with this index; `path` holds the accepted nodes."""
         kept = set(path)
         history.by_draft.fade(_KEPT)
+        tip, teaches = path[-1] if path else -1, history.num_taught < _MOST_TAUGHT
+        for accepted in [True] * len(path) + [False] * (tip in draft.parents):
+            history.by_draft.observe(draft_index, accepted=accepted)
+            if teaches:
+                history.of_salt.observe(draft_index, accepted=accepted)
         decided = [node for node, parent in enumerate(draft.parents) if parent in kept or parent < 0]
         for node in range(len(draft.parents)) if self._num_chains else decided:
             place = min(node, len(history.odds) - 1)
             rate = 1 / (1 + exp(-history.odds[place] - history.offset.odds[0]))
             error, info = (node in kept) - rate, rate * (1 - rate)
             history.offset.learn(0, error, info)
-            history.by_draft.observe(draft_index, accepted=node in kept)
-            if history.num_taught < _MOST_TAUGHT:
+            if teaches:
                 history.kind.learn(place, error, info)
-                history.of_salt.observe(draft_index, accepted=node in kept)
         history.num_taught += len(decided)
 
     def _of_salt(self, request: Request, is_copy: bool) -> Acceptance:

@@ -55,6 +55,25 @@ def test_without_a_draft_model_text_that_occurred_before_is_drafted(models: tupl
     assert copying.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.parametrize("drafting", ["model", "tree", "model+suffix"])
+def test_of_several_drafts_each_request_gets_the_one_that_suits_it(models: tuple[Path, Path], drafting: str) -> None:
+    """The second draft is the better one; memory is planned for both."""
+    target, draft = models
+    prompts, params = [[2 + seed, 3, 4] for seed in range(4)], replace(PARAMS, temperature=0.7, max_tokens=40)
+    unlike = save_llama(target.parent / f"unlike {drafting}", seed=7)
+    both = make_llm(target, f"{unlike},{draft}", drafting=drafting, speculation="fixed")
+    plain = make_llm(target, drafting="none", num_blocks=200)
+    assert token_ids(both, prompts, params) == token_ids(plain, prompts, params)
+    counts = both.engine.planner.num_tokens_by_draft
+    assert counts[1, "accepted"] > counts[0, "accepted"]
+    assert 0 < counts[0, "verified"] < counts[1, "verified"]
+
+
+def test_of_several_drafts_the_one_that_cannot_be_loaded_is_named(models: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError, match="model directory /missing does not exist"):
+        make_llm(models[0], f"{models[1]},/missing")
+
+
 def test_blocks_that_no_memory_has_room_for_are_refused_by_their_number(models: tuple[Path, Path]) -> None:
     with pytest.raises(
         ModelError, match=r"no room for 1,\d{3},\d{3},\d{3},\d{3} KV blocks of 16 tokens; lower num_blocks"

@@ -27,6 +27,15 @@ def test_a_survey_of_a_cpu_counts_packed_copies_of_float32_weights(dtype, weight
     assert found.footprint.kv_token_bytes == 2 * 2 * 2 * 8 * getattr(torch, dtype).itemsize
 
 
+def test_drafts_that_one_worker_loads_are_surveyed_together(target):
+    path = target.info.name
+    one, both = (survey(source_of(path, dtype="float32", others=others), EngineConfig()) for others in ((), (path,)))
+    assert both.footprint.name == f"{path} and {path}"
+    for name in ("weight_bytes", "workspace_bytes", "kv_token_bytes", "state_bytes"):
+        assert getattr(both.footprint, name) == 2 * getattr(one.footprint, name)
+    assert both.footprint.max_model_len == one.footprint.max_model_len
+
+
 def test_a_survey_of_a_gpu_names_the_card_by_what_all_processes_call_it(target, cuda, monkeypatch):
     """Two workers that each see their card as cuda:0 must not plan for one card."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-of-{device}"))

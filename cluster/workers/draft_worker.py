@@ -101,7 +101,7 @@ class DraftWorker(Worker):
         drafts = assembly.load_drafts(run_ahead=config.run_ahead == "on", features=self._features)
         self._backends = [draft.backend for draft in drafts]
         if config.draft_learning == "on":
-            if assembly.shared_ids is not None:
+            if assembly.shared_ids[0] is not None:
                 raise ModelError(f"draft_learning is on, but {config.draft.path} has another tokenizer than the target")
             self._study = Study(
                 Learner(drafts[0].backend, config.engine.num_speculative_tokens),

@@ -63,7 +63,7 @@ def test_flat_strings_are_enough() -> None:
         ({"draft_pool": {}, "speculation": "off"}, "speculation is off, num_speculative_tokens is 4: no draft worker"),
         ({"draft_pool": {}, "num_speculative_tokens": "0"}, "num_speculative_tokens is 0: no draft worker is needed"),
         ({"draft_learning": "on", "drafting": "suffix"}, "draft_learning is on, but drafting is 'suffix' and"),
-        ({"draft_learning": "on", "verification": "block"}, "verification is 'block': it learns from the noise that"),
+        ({"draft_learning": "on", "verification": "block"}, "verification 'block': it learns from the noise that"),
         ({"draft_learning": "on", "draft_model": "/a,/b"}, "draft_model names 2 drafts; only a single one learns"),
         ({"draft_learning_share": "0"}, "draft_learning_share is '0': Input should be greater than 0"),
     ],

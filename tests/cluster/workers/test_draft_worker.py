@@ -190,6 +190,7 @@ async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config
     path, steps, priorities = tmp_path / "learned", [], []
     monkeypatch.setattr(study.os, "setpriority", lambda *arguments: priorities.append(arguments))
     monkeypatch.setattr(lessons, "STEP_TOKENS", 64)
+    monkeypatch.setattr(study, "MIN_HELD_OUT", 4)
     monkeypatch.setattr(study, "JUDGED_EVERY", 2)
     monkeypatch.setattr(study, "judge", lambda *_: steps.append(1) or "taken")
     settings = {"draft_learning": "on", "draft_learning_share": 1.0, "draft_learning_path": path}
@@ -202,7 +203,7 @@ async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config
 
         async def propose(number: int) -> None:
             entry = ProposeEntry(PrefixDelta(str(number), 0, [5, 6, *range(3, 43)], 2, replace(params, seed=number)), 3)
-            released = [str(number - 1)] if number else []
+            released = [str(number - 1)] if 0 < number <= 100 else []
             call = await client.link.begin(Propose(number + 1, client.lease.version, 30.0, released, [entry]))
             assert len((await call).drafts[0].token_ids) == 3
 
@@ -210,6 +211,7 @@ async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config
         while worker.learned["taken"] < 2 or not path.exists():
             await propose(number)
             number += 1
+            await asyncio.sleep(0.01 * (number > 100))
             if worker._study.watch.is_watching:
                 worker._study.watch._before = None
         client.link.close()

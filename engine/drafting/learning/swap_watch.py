@@ -1,16 +1,18 @@
 """SwapWatch: whether drafts are accepted less often in the rounds after a swap than in those before it."""
 
-from collections import deque
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from engine.protocols import Draft, ProposeRow, Request
 
 ROUNDS = 64
-"""Rounds before and after a swap that are compared."""
+"""Rounds after a swap until it is judged, if they are of so many requests:"""
+MIN_REQUESTS = 8
 TOLERATED = 0.05
-"""The fall of acceptance that undoes a swap, beyond `_SURE` standard errors."""
+"""The fall of acceptance that undoes a swap, beyond `_SURE` standard errors. Some texts are much easier than others."""
 _SURE = 2.0
+_MOST_REQUESTS = 64
 
 
 class Verified(NamedTuple):
@@ -25,8 +27,9 @@ class SwapWatch:
 
     def __init__(self) -> None:
         self._drafts: dict[str, tuple[int, Draft]] = {}
-        self._rounds = deque([Verified(0, 0)], ROUNDS)
-        self._before: Verified | None = None
+        self._requests: dict[str, Verified] = {}
+        self._num_rounds = 0
+        self._before: list[Verified] | None = None
 
     def drafted(self, rows: Iterable[ProposeRow], drafts: Iterable[Draft]) -> None:
         """Keep the drafts of a proposal until its requests come again."""
@@ -36,9 +39,13 @@ class SwapWatch:
 
     def observe(self, requests: Sequence[Request]) -> None:
         """Count a round: what has become of these requests' last drafts."""
-        round_ = [self._verified(request) for request in requests if request.request_id in self._drafts]
-        if any(verified.compared for verified in round_):
-            self._rounds.append(_sum(round_))
+        self._num_rounds += 1
+        for request in requests:
+            if request.request_id in self._drafts and (verified := self._verified(request)).compared:
+                former = self._requests.pop(request.request_id, Verified(0, 0))
+                self._requests[request.request_id] = Verified(*map(sum, zip(former, verified, strict=True)))
+        for request_id in [*self._requests][:-_MOST_REQUESTS]:
+            del self._requests[request_id]
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -46,24 +53,23 @@ class SwapWatch:
 
     def begin(self) -> None:
         """Watch the weights that have just taken over."""
-        self._before = _sum(self._rounds)
-        self._rounds.clear()
+        self._before = [*self._requests.values()]
+        self._requests.clear()
+        self._num_rounds = 0
 
     @property
     def is_watching(self) -> bool:
         return self._before is not None
 
     def is_bad(self) -> bool:
-        """Return whether the last swap must be undone; after `ROUNDS` rounds, the watch ends."""
-        if self._before is None or len(self._rounds) < ROUNDS:
+        """Return whether the last swap must be undone; after enough rounds, the watch ends."""
+        if self._before is None or self._num_rounds < ROUNDS or len(self._requests) < MIN_REQUESTS:
             return False
-        before, after = self._before, _sum(self._rounds)
-        self._before = None
-        if not before.compared:
+        before, self._before = self._before, None
+        if len(before) < MIN_REQUESTS:
             return False
-        rate, usual = (verified.accepted / verified.compared for verified in (after, before))
-        error = (rate * (1 - rate) / after.compared + usual * (1 - usual) / before.compared) ** 0.5
-        return bool(rate + _SURE * error < (1 - TOLERATED) * usual)
+        (usual, error_before), (rate, error) = _rate(before), _rate([*self._requests.values()])
+        return rate + _SURE * math.hypot(error, error_before) < (1 - TOLERATED) * usual
 
     def _verified(self, request: Request) -> Verified:
         length, draft = self._drafts.pop(request.request_id)
@@ -78,5 +84,8 @@ class SwapWatch:
         return Verified(accepted, accepted)
 
 
-def _sum(rounds: Iterable[Verified]) -> Verified:
-    return Verified(*map(sum, zip((0, 0), *rounds, strict=True)))
+def _rate(requests: Sequence[Verified]) -> tuple[float, float]:
+    """Return the acceptance rate of some requests, and its standard error."""
+    compared, accepted = map(sum, zip(*requests, strict=True))
+    rate = accepted / compared
+    return rate, math.sqrt(sum((own.accepted - rate * own.compared) ** 2 for own in requests)) / compared

@@ -554,7 +554,7 @@ def test_texts_teach_when_their_requests_have_ended(is_shared):
     assert set(study.watch._drafts) == {"1/a", "1/b"}
     first = [*first, 7]
     rig.send(1, [row(first, name="a", params=PARAMS)])
-    assert study.watch._rounds[-1].compared
+    assert study.watch._requests["1/a"].compared
     rig.run()
     rig.send(1, [row(second, name="b", params=PARAMS)], released=["a", "unknown"])
     rig.run()

@@ -2,15 +2,16 @@
 
 import pytest
 
-from engine.drafting.learning.swap_watch import ROUNDS, SwapWatch, Verified
+from engine.drafting.learning.swap_watch import MIN_REQUESTS, ROUNDS, SwapWatch, Verified
 from engine.params import SamplingParams
 from engine.protocols import Draft, ProposeRow, Request, chain
 
 
-def rounds(watch, accepted, count=ROUNDS):
-    """Rounds of one request whose drafts of four tokens are accepted as far as that."""
-    request = Request("a", [1], 1, SamplingParams())
+def rounds(watch, accepted, count=ROUNDS, num_requests=MIN_REQUESTS):
+    """Rounds of requests in turn whose drafts of four tokens are accepted as far as that."""
+    requests = [Request(str(i), [1], 1, SamplingParams()) for i in range(num_requests)]
     for i in range(count):
+        request = requests[i % num_requests]
         wanted = accepted if isinstance(accepted, int) else accepted[i % len(accepted)]
         watch.drafted([ProposeRow(request, 4)], [chain([7, 7, 7, 7])])
         request.token_ids.extend([7] * wanted + [8])
@@ -38,6 +39,14 @@ def test_without_rounds_before_it_no_swap_is_bad():
     assert not rounds(watch, 0)
 
 
+def test_a_swap_is_not_judged_by_a_few_texts_which_may_be_hard():
+    watch = SwapWatch()
+    rounds(watch, 3, 2 * ROUNDS)
+    watch.begin()
+    assert not rounds(watch, 0, 2 * ROUNDS, num_requests=2)
+    assert watch.is_watching
+
+
 def test_a_draft_is_compared_as_far_as_its_request_went_on():
     watch = SwapWatch()
     tree = Draft([5, 6, 7, 8], [-1, -1, 1, 2])
@@ -52,7 +61,7 @@ def test_a_draft_is_compared_as_far_as_its_request_went_on():
         watch.drafted([ProposeRow(request, 4)], [tree])
         request.token_ids.extend(committed)
         watch.observe([request])
-        assert watch._rounds[-1] == Verified(*expected)
+        assert watch._requests.pop("a") == Verified(*expected)
     watch.drafted([ProposeRow(request, 4)], [tree])
     watch.release("a")
     assert watch._drafts == {}

@@ -27,6 +27,10 @@ class Worker:
     """A worker that counts its leases; `serve` lasts until it is closed."""
 
     num_passes, num_proposals = 3, 7
+    learned = dict.fromkeys(("taken", "dropped", "undone", "accepted_before", "accepted_after"), 0) | {
+        "tokens": 640,
+        "steps": 1,
+    }
 
     def __init__(self, name: str = "a", num_leases: int = 0, *, room: int = 9, utilisation: float = 0.25) -> None:
         self.name, self.num_leases, self.room, self.utilisation = name, num_leases, room, utilisation
@@ -95,6 +99,7 @@ async def test_its_metrics_and_what_the_autoscaler_gets(drafts: Any) -> None:
     drafts._worker.num_leases = 2
     collected = await drafts.collect()
     samples = {sample.name: sample.value for metric in collected.metrics for sample in metric.samples}
+    learned = {name: samples.pop(name) for name in [*samples] if "learning" in name}
     assert collected.replica == "a"
     assert samples == {
         "paceline:draft_pool_leases": 2,
@@ -102,6 +107,7 @@ async def test_its_metrics_and_what_the_autoscaler_gets(drafts: Any) -> None:
         "paceline:draft_pool_passes_total": 3,
         "paceline:draft_pool_proposals_total": 7,
     }
+    assert learned["paceline:draft_learning_tokens_total"] == 640
     assert drafts.record_autoscaling_stats() == {UTILISATION: 0.25}
 
 

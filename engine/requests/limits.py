@@ -18,7 +18,6 @@ class RequestLimits:
         num_start_ids = int(target.start_id is not None)
         longest = target.max_model_len
         self.max_model_len = min(config.max_model_len or longest, longest - num_start_ids)
-        self._max_draft_tokens = config.max_draft_tokens
         self._usable = (num_blocks - 1) * config.block_size - num_start_ids
         self._refused = refused_fields(target)
         self._vocab_size = target.vocab_size
@@ -55,7 +54,7 @@ class RequestLimits:
         self.check_ids("prompt", prompt_token_ids)
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("logit_bias", params.logit_bias)
-        longest, num_draft_tokens = self._max_draft_tokens, params.num_speculative_tokens
+        longest, num_draft_tokens = self._config.max_draft_tokens, params.num_speculative_tokens
         if num_draft_tokens is not None and num_draft_tokens > longest:
             if is_new and params.fixes_draft_length:
                 raise RequestError(

@@ -34,12 +34,13 @@ def server_auditor(client: Client) -> Auditor:
 
     def audit(records: Sequence[Record]) -> list[AuditBody | str]:
         with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
-            return list(threads.map(partial(_ask, client), records))
+            return list(threads.map(partial(ask_server, client), records))
 
     return audit
 
 
-def _ask(client: Client, record: Record) -> AuditBody | str:
+def ask_server(client: Client, record: Record) -> AuditBody | str:
+    """Return what a server's audit found, or why it refuses the record; ask again while the server is busy."""
     body, pauses = record.model_dump(mode="json", exclude_none=True), iter(PAUSES_S)
     while True:
         try:

@@ -103,10 +103,10 @@ def complete(
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="A model of the Hugging Face hub; name@revision pins a revision.")],
-    draft: Annotated[str | None, typer.Option(help="Its draft model, downloaded too.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft model, or several separated by commas.")] = None,
     token: Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="For models that ask for a login.")] = None,
 ) -> None:
-    """Download a model and its draft.
+    """Download a model and its drafts.
 
     A download that broke off continues where it was.
     """

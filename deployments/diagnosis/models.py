@@ -89,7 +89,7 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
         return
     weights = " and ".join(size_text(model.footprint.weight_bytes) for model in (target_survey, *draft_surveys))
     room = f"{cache.num_blocks * engine.block_size:,} tokens fit into the cache"
-    tokens = f"{len(target.tokenizer)} tokens{' in both' * (shared_ids == [None])}"
+    tokens = f"{len(target.tokenizer)} tokens{' in each' * ({*shared_ids} == {None})}"
     for shared in filter(None, shared_ids):
         tokens += f", of which the draft has {len(shared)}, by other ids"
     yield Finding("ok", "pair", f"{tokens}, weights of {weights}, {room}")
@@ -97,7 +97,7 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
 
 def weight_file_bytes(config: AppConfig) -> int:
     """Return the size of all weight files of the pair."""
-    models = map(open_model, _models(group_config(config)).values())
+    models = [each for model in _models(group_config(config)).values() for each in open_model(model).drafts]
     return sum(file.stat().st_size for model in models for file in model.weight_files)
 
 

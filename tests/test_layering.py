@@ -50,6 +50,7 @@ MIRRORED_ELSEWHERE = {
     "engine/hybrids/state_tensors.py": "tests/engine/hybrids/test_row_states.py and tests/engine/test_matrix.py",
     "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
     "engine/models/layers/layer_state.py": "tests/engine/models/layers/test_recurrences.py, and footprint and hybrids",
+    "engine/requests/output.py": "dataclasses without behaviour",
     "engine/rounds.py": "tests/engine/test_two_rounds.py",
     "engine/stats/drafts.py": "tests/engine/test_scheduler.py and every test of accepted tokens",
     "engine/stats/preparation.py": "tests/engine/drafting/run_ahead/test_passes.py",

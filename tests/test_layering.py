@@ -28,6 +28,7 @@ MIRRORED_ELSEWHERE = {
     "deployments/ingress/draining.py": "tests/e2e/replicated/test_stopping.py",
     "deployments/openai/sampling_fields.py": "tests/deployments/openai/test_refusals.py and test_accepted_fields.py",
     "deployments/openai/types.py": "the same",
+    "deployments/sections.py": "tests/deployments/test_config.py",
     "deployments/prompts/grammar_process.py": "tests/deployments/prompts/test_grammar_compiler.py",
     "engine/blocks/row_extras.py": "tests/engine/hybrids/test_state_slots.py and encoder_decoder/test_input_rows.py",
     "engine/drafting/learning/whole_text.py": "tests/engine/drafting/learning/test_learner.py",
@@ -223,7 +224,7 @@ def folder_graph(package: str) -> dict[str, set[str]]:
     return graph
 
 
-VOCABULARY = {"protocols", "wire", "params", "config", "errors", "ray_internals", "ray_core"}
+VOCABULARY = {"protocols", "wire", "params", "config", "sections", "errors", "ray_internals", "ray_core"}
 """The trunk's files that folders may import: what its parts exchange, sampling parameters, settings, exceptions, and
 Ray's private parts."""
 CODE = (".py", ".cpp")

@@ -7,9 +7,10 @@ from dataclasses import replace
 from cluster.config import GroupConfig
 from cluster.placement import PlacementError, placement_bundles, shares_gpu
 from cluster.ray_core import this_machine
-from deployments.config import AppConfig, group_config
+from deployments.config import AppConfig
 from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.machine import size_text
+from deployments.sections import group_config
 from engine.config import ModelConfig, split_revision
 from engine.drafting.settle import check_kinds
 from engine.errors import ConfigError, ModelError

@@ -23,6 +23,7 @@ FORBIDDEN = {
 MIRRORED_ELSEWHERE = {
     "engine/drafting/assembly.py": "tests/engine/test_llm.py and tests/cluster/test_heads.py load with it",
     "cluster/transport/credentials.py": "tests/cluster/transport/test_link.py and test_inbox.py",
+    "cluster/workers/proposals.py": "tests/cluster/workers/test_draft_queue.py",
     "deployments/__main__.py": "tests/e2e/served/test_stopping.py, whose server it starts",
     "deployments/cli/settings.py": "tests/test_readme.py",
     "deployments/ingress/draining.py": "tests/e2e/replicated/test_stopping.py",

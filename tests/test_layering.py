@@ -53,6 +53,7 @@ MIRRORED_ELSEWHERE = {
     "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
     "engine/models/layers/layer_state.py": "tests/engine/models/layers/test_recurrences.py, and footprint and hybrids",
     "engine/requests/output.py": "dataclasses without behaviour",
+    "engine/models/shared_tokens.py": "tests/engine/drafting/model/test_translated.py",
     "engine/rounds.py": "tests/engine/test_two_rounds.py",
     "engine/stats/drafts.py": "tests/engine/test_scheduler.py and every test of accepted tokens",
     "engine/stats/preparation.py": "tests/engine/drafting/run_ahead/test_passes.py",

@@ -16,7 +16,7 @@ from engine.drafting.settle import check_kinds
 from engine.errors import ConfigError, ModelError
 from engine.execution.memory import plan_cache
 from engine.models.registry import open_model
-from engine.models.source import shared_tokens
+from engine.models.shared_tokens import shared_tokens
 
 DRAFTS: Mapping[str, str] = {
     r"(?:Meta-)?Llama-3\.[123]-(?:3|8|70|405)B(-Instruct)?": "meta-llama/Llama-3.2-1B",

@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -61,13 +62,21 @@ MIRRORED_ELSEWHERE = {
 """Modules without a test file of their own, and what tests them instead."""
 
 
-def imported_names(path: Path) -> Iterator[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported_names(path: Path) -> list[str]:
     """Return all imported names; those of a `from` import one by one, because each may be a module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    names = []
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def module_name(path: Path) -> str:
@@ -112,7 +121,7 @@ def test_every_package_docstring_names_all_its_modules(package: str) -> None:
     """The docstring of `__init__.py` is the reading order: `name` for a file, `name/` for a folder."""
     offences = []
     for init in (ROOT / package).rglob("__init__.py"):
-        docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
+        docstring = ast.get_docstring(tree_of(init)) or ""
         modules = {f"`{path.stem}`" for path in init.parent.glob("*.py") if not path.stem.startswith("__")}
         folders = {f"`{path.parent.name}/`" for path in init.parent.glob("*/__init__.py")}
         commands = {f"python -m {module_name(init)}" for _ in init.parent.glob("__main__.py")}
@@ -163,7 +172,7 @@ def test_only_a_registry_and_what_settles_them_compare_the_names_of_methods_and_
         f"{path.relative_to(ROOT)}:{line} compares with {name!r}"
         for path in source_files(package)
         if path not in COMPARING
-        for line, name in compared_names(ast.parse(path.read_text()))
+        for line, name in compared_names(tree_of(path))
     ]
     assert offences == []
 

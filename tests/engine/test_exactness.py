@@ -128,7 +128,7 @@ DRAFTS = {
     "trees": lambda config: CuttingDrafter(METHODS["tree"].make(config, DraftModel(UNLIKE, 5))),
 }
 VERIFIED = [
-    *zip((name for name in DRAFTS if name != "trees"), itertools.cycle(("rejection", "block"))),
+    *zip((name for name in DRAFTS if name != "trees"), itertools.cycle(("block", "rejection"))),
     *(("trees", rule) for rule in METHODS["tree"].rules if rule != "coupled"),
 ]
 """Each kind of draft by one rule of chains, as every decision of each rule is checked, and `check_rule` checks it."""

@@ -42,8 +42,7 @@ def _by_name(settings: list[str] | None) -> dict[str, str]:
 
 
 Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="name=value", help="See `paceline settings`.", autocompletion=_completions),
+    list[str] | None, typer.Argument(metavar="name=value", help="See `paceline settings`.", autocompletion=_completions)
 ]
 
 

@@ -43,10 +43,8 @@ def path_findings(config: AppConfig) -> Iterator[Finding]:
     target_model = group.target.path if pair.target_model == "auto" else pair.target_model
     known = known_draft(target_model)
     draft = known if pair.draft_model in ("auto", "none") else pair.draft_model
-    is_named = pair.target_model != "auto" or pair.draft_model in (
-        "auto",
-        "none",
-    )  # else draft_model may be a head that names its target
+    # Else draft_model may be a head that names its target.
+    is_named = pair.target_model != "auto" or pair.draft_model in ("auto", "none")
     names = target_model + f" --draft {draft}" * bool(draft) if is_named else pair.draft_model
     pull = f"`paceline pull {names}` downloads what is missing"
     for role, model in _models(group).items():

@@ -4,7 +4,7 @@ compare   every way to decode the same prompts, at batch 1 and 8, T = 0 and 0.7 
 methods   every drafting method with every verification rule, by domain of text;
           --large: on a target of 0.4 billion weights that writes the same text
 paced     passes take as long as on named GPUs: what a round takes besides its passes, and what drafts gain
-twin      the same groups in virtual time: up to 256 rows, overlaps of draft and target, draft pools, mixed loads
+twin      the same groups in virtual time: up to 256 rows, overlaps of draft and target, draft pools, drafts that learn
 plan      which draft, length, pool and number of replicas pay, from acceptance and prices; measures nothing
 abuse     16 clients with costly bodies: what another client notices
 
@@ -123,6 +123,11 @@ def parse(arguments: list[str]) -> Namespace:
     virtual.add_argument("--seeds", type=int, default=3, help="repetitions with other prompts and noise")
     virtual.add_argument("--warm", type=int, default=64, help="tokens of each request before the time is taken")
     virtual.add_argument("--num-tokens", type=int, default=64, help="timed tokens of each request, on average")
+    virtual.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="of `learning`: a transformers directory")
+    virtual.add_argument("--learned", type=Path, help="of `learning`: what `draft_learning_path` kept of that draft")
+    virtual.add_argument(
+        "--prompts", type=Path, help="of `learning`: JSON, lists of token ids (default: as the others)"
+    )
     planned = commands.add_parser("plan", formatter_class=ArgumentDefaultsHelpFormatter)
     planned.set_defaults(run=_plan)
     planned.add_argument("--target", default="h100x4-70b", help="devices and model, as %(default)s")

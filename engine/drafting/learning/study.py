@@ -32,7 +32,7 @@ MIN_HELD_OUT = 8
 _SMALL_GROUP = 4
 """Groups with fewer lessons are judged together."""
 _SURE = 2.0
-"""By how many standard errors new weights must be better."""
+"""By how many standard errors new weights must be better, or worse."""
 _WORST_OF_GROUP = 0.99
 """The least tokens a pass, over those of the served weights, in any group."""
 _SLOWER, _FASTER = 1 / 3, 3.0
@@ -211,10 +211,11 @@ class Study:
 
 
 def judge(lessons: Sequence[Lesson], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:
-    """Judge new weights by their scores on held-out lessons: "taken", "dropped", or None as long as it is not sure.
+    """Judge new weights by their scores on held-out lessons: "taken", "dropped", or None, which lets them learn on.
 
     They are taken if they are surely better in all, and not worse in any group of requests, so that nobody's texts can
-    spoil the drafts of others. They are dropped if they are worse.
+    spoil the drafts of others. They are dropped if they are surely worse in all: a draft that begins to learn another
+    domain first loses a little of the old one.
     """
     gains = [new.accepted - old.accepted for new, old in zip(candidate, served, strict=True)]
     places = [score.places for score in served]
@@ -226,6 +227,7 @@ def judge(lessons: Sequence[Lesson], served: Sequence[Score], candidate: Sequenc
         group = lesson.group if num_lessons[lesson.group] >= _SMALL_GROUP else ""
         for index, score in enumerate((old, new)):
             lengths[group][index] += score.places + score.accepted
-    if mean < 0 or any(new < _WORST_OF_GROUP * old for old, new in lengths.values()):
+    if sum(gains) < -_SURE * spread:
         return "dropped"
-    return "taken" if sum(gains) > _SURE * spread else None
+    is_fair = all(new >= _WORST_OF_GROUP * old for old, new in lengths.values())
+    return "taken" if is_fair and sum(gains) > _SURE * spread else None

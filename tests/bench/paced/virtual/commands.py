@@ -1,8 +1,6 @@
 """The command `twin`: measures parts in virtual time, and prints their tables."""
 
-import json
 import logging
-import operator
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,12 +16,13 @@ from engine.drafting.learning.study import Study
 from engine.errors import ConfigError
 from engine.models.registry import open_model
 from tests.bench import paced_device
+from tests.bench.learning.traffic import read_beginnings
 from tests.bench.paced.group import Models
 from tests.bench.paced.light_pair import make_light_pair
 from tests.bench.paced.virtual.learning import learning
 from tests.bench.paced.virtual.measures import Bench, hidden, lead, pools
 from tests.bench.paced.virtual.report import show_hidden, show_leads, show_learning, show_pools
-from tests.bench.workload import MAX_PROMPT_TOKENS, read_prompts
+from tests.bench.workload import NUM_PROMPTS, read_prompts
 
 T = TypeVar("T")
 
@@ -86,31 +85,20 @@ def _pool(options: Namespace, bench: Bench, console: Console) -> None:
 
 
 def _learning(options: Namespace, bench: Bench, console: Console) -> None:
+    """By the bundled target and --draft, on PEPs."""
     target, draft = str(BUNDLED_TARGET), str(options.draft)
     if options.learned is None or not options.learned.is_file():
-        raise ConfigError(
-            f"--learned is {options.learned}; it must be a file that `draft_learning_path` kept of --draft"
-        )
-    prompts = read_prompts(target) if options.prompts is None else _prompts(options.prompts)
+        raise ConfigError(f"--learned is {options.learned}; it must be a file that `learning --draft --learned` wrote")
+    source = open_model(ModelConfig(draft))
+    prompts = read_beginnings("peps", NUM_PROMPTS, source.tokenizer)
     ours = Bench(Models.load(target, draft), prompts, num_warm=bench.num_warm, num_tokens=bench.num_tokens)
     learner = Learner(ours.models.draft, ours.k)
-    learned = Study(learner, path=options.learned, draft=open_model(ModelConfig(draft)).digest).offer
+    learned = Study(learner, path=options.learned, draft=source.digest).offer
     assert learned is not None
     group = {"rows": 8, "temperatures": [TEMPERATURE], "place": "pool", "num_groups": 4}
     settings = ({"pair": options.pairs[0], "name": "run-ahead", "seed": seed} | group for seed in range(options.seeds))
     arms = (arm for setting in settings for arm in learning(ours, setting, learner.loaded, learned))
     show_learning(list(_said(arms, console)), console)
-
-
-def _prompts(path: Path) -> list[list[int]]:
-    """Read a JSON list of prompts, each a list of token ids; ConfigError if it is not one."""
-    try:
-        prompts = [list(map(operator.index, prompt)) for prompt in json.loads(path.read_text())]
-        if not prompts or not all(prompts):
-            raise ValueError("one is empty, or there are none")
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--prompts is {path}; it must be JSON, a list of lists of token ids: {error}") from error
-    return [prompt[:MAX_PROMPT_TOKENS] for prompt in prompts]
 
 
 def _said(results: Iterable[T], console: Console) -> Iterator[T]:

@@ -74,10 +74,11 @@ def lessons(groups):
     [
         ("aaaa", (100,) * 4, (110,) * 4, "taken"),
         ("aaaa", (100,) * 4, (99,) * 4, "dropped"),
+        ("aaaa", (100,) * 4, (150, 60, 100, 80), None),  # worse, but not surely
         ("aaaa", (100,) * 4, (150, 60, 140, 90), None),  # better, but not surely
-        ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (95,) * 4, "dropped"),  # worse for others
+        ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (95,) * 4, None),  # worse for others
         ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (99,) * 4, "taken"),
-        ("aaaaaaaabcde", (100,) * 12, (140,) * 8 + (90,) * 4, "dropped"),  # small groups together
+        ("aaaaaaaabcde", (100,) * 12, (140,) * 8 + (90,) * 4, None),  # small groups together
     ],
 )
 def test_weights_are_taken_if_they_are_surely_better_and_worse_for_nobody(groups, served, candidate, outcome):

@@ -88,7 +88,7 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
         return
     weights = " and ".join(size_text(model.footprint.weight_bytes) for model in (target_survey, *draft_surveys))
     room = f"{cache.num_blocks * engine.block_size:,} tokens fit into the cache"
-    tokens = f"{len(target.tokenizer)} tokens{' in each' * ({*shared_ids} == {None})}"
+    tokens = f"{len(target.tokenizer)} tokens{' in each' * (bool(shared_ids) and not any(shared_ids))}"
     for shared in filter(None, shared_ids):
         tokens += f", of which the draft has {len(shared)}, by other ids"
     yield Finding("ok", "pair", f"{tokens}, weights of {weights}, {room}")

@@ -140,7 +140,7 @@ class Scripted:
     def taken(self):
         return self.offers.pop(0) if self.offers else None
 
-    def ended(self, request) -> None:
+    def ended(self, request, features_of) -> None:
         self.texts.append((request.request_id, [*request.token_ids], request.params))
 
 

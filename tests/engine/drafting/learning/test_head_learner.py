@@ -57,9 +57,9 @@ def test_steps_bring_a_head_nearer_to_the_texts_and_leave_the_targets_tables_alo
     tables = [head.embed_tokens.weight, head.lm_head.weight]
     before, served = [table.clone() for table in tables], dict(learner.loaded)
     backend.assign(changed(served, 0.3))
-    taught = drafted(pair, 12)
+    taught = drafted(pair, 8)
     worth = accepted(learner, taught)
-    for _ in range(30):
+    for _ in range(20):
         for lesson in taught:
             learner.learn(lesson, K * len(taught))
         learner.end_step()
@@ -75,12 +75,14 @@ def gradients(learner, lesson) -> float:
     return sum(weight.grad.abs().sum().item() for weight in learner._learned.values() if weight.grad is not None)
 
 
-def test_a_place_after_a_rejected_token_and_a_token_that_the_head_lacks_teach_nothing(target_path):
+def test_places_after_a_rejected_token_or_the_text_and_a_token_that_the_head_lacks_teach_nothing(target_path):
     pair = Pair(target_path, VARIANTS["dspark, gated"])  # of the first 20 even tokens
     learner = HeadLearner(pair.drafter.cache.backend, K)
     (lesson,) = drafted(pair)
     assert gradients(learner, lesson) == 0
     ids, first = lesson.token_ids, lesson.start
+    short = replace(lesson, token_ids=ids[: first + 1])
+    assert (gradients(learner, short), learner.score(short, learner.loaded)) == (0, (1, 1))
     lacking = replace(lesson, token_ids=[*ids[:first], 63, *ids[first + 1 :]])
     assert gradients(learner, lacking) == 0
     assert learner.score(lacking, learner.loaded) == (0, 1)

@@ -16,9 +16,10 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from engine.drafting.learning.learner import Learner, Score, Weights, accepted_tokens
-from engine.drafting.learning.lessons import Lesson, Lessons
+from engine.drafting.learning.lessons import FEATURE_BYTES, Lesson, Lessons, first_read, may_teach
 from engine.drafting.learning.swap_watch import SwapWatch
 from engine.errors import ModelError
 from engine.protocols import Request
@@ -46,7 +47,7 @@ class Study:
     """What a draft learns, and when new weights take over. Its own thread calls its methods, unless they say otherwise.
 
     Attributes:
-        inbox: ended requests, of which the oldest are lost if there are too many.
+        inbox: ended requests and their features, of which the oldest are lost if there are too many.
         offer: weights to take over between two proposals; the thread that drafts takes them by `taken`.
         counts: what `/metrics` shows, by name.
     """
@@ -65,7 +66,7 @@ class Study:
 
         What was learned is kept at `path`. Raises ModelError if that file is of another `draft`.
         """
-        self.inbox: deque[Request] = deque(maxlen=_INBOX)
+        self.inbox: deque[tuple[Request, Tensor | None]] = deque(maxlen=_INBOX)
         self.lessons = Lessons()
         self.watch = SwapWatch()
         self.counts: dict[str, float] = dict.fromkeys(("tokens", "steps", "taken", "dropped", "undone"), 0)
@@ -107,7 +108,7 @@ class Study:
     def work(self) -> Iterator[None]:
         """Learn what is there, pass by pass; yields after each."""
         while self.inbox:
-            self.lessons.add(self.inbox.popleft())
+            self.lessons.add(*self.inbox.popleft())
         while lessons := self.lessons.take():
             if self._was_undone:
                 self._was_undone = False
@@ -122,10 +123,13 @@ class Study:
             if self.counts["steps"] % JUDGED_EVERY == 0:
                 yield from self._judge()
 
-    def ended(self, request: Request) -> None:
-        """Take an ended request's text. Only for the thread that drafts."""
+    def ended(self, request: Request, features_of: Callable[[str, int], Tensor] | None = None) -> None:
+        """Take an ended request's text; `features_of` has its features. Only for the thread that drafts."""
         self.watch.release(request.request_id)
-        self.inbox.append(request)
+        num_bytes = sum(features.nbytes for _, features in tuple(self.inbox) if features is not None)
+        if may_teach(request) and num_bytes < FEATURE_BYTES:
+            features = features_of and features_of(request.request_id, first_read(request))
+            self.inbox.append((request, features))
 
     def pause_s(self, spent_s: float, since: tuple[float, float]) -> float:
         """Return how long to pause after a pass of `spent_s`, so that it has taken its share of the time `since` then.

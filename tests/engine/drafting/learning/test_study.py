@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.drafting.learning import study as module
 from engine.drafting.learning.learner import Score
 from engine.drafting.learning.lessons import Lesson
 from engine.drafting.learning.study import JUDGED_EVERY, Study, judge
@@ -52,9 +53,9 @@ def learner():
 def teach(study, count=JUDGED_EVERY * 20, *, first=0, **params):
     """Texts for at least one judgement, of 40 tokens each."""
     for seed in range(first, first + count):
-        study.inbox.append(ended(seed=seed, **params))
+        study.ended(ended(seed=seed, **params))
         if len(study.inbox) == 100:
-            study.lessons.add(study.inbox.popleft())
+            study.lessons.add(*study.inbox.popleft())
             for _ in study.work():
                 pass
     for _ in study.work():
@@ -170,3 +171,18 @@ async def test_an_error_ends_learning_alone(learner, caplog):
         study.ended(ended(seed=seed))
     study.start()
     await wait_for(lambda: "Learning has ended" in caplog.text)
+
+
+def test_features_that_wait_take_bounded_memory_and_those_of_silent_texts_are_not_read(learner, monkeypatch):
+    monkeypatch.setattr(module, "FEATURE_BYTES", 1000)
+    study, read = Study(learner), []
+
+    def features_of(request_id, first):
+        read.append((request_id, first))
+        return torch.zeros(100)
+
+    study.ended(ended("silent", learning_group=None), features_of)
+    for number in range(5):
+        study.ended(ended(str(number), prompt=range(2, 302)), features_of)
+    assert read == [("0", 44), ("1", 44), ("2", 44)]
+    assert len(study.inbox) == 3

@@ -3,6 +3,7 @@
 The thread that drafts only appends texts and looks at `offer`, so it never waits. It alone changes served weights.
 """
 
+import glob
 import logging
 import math
 import os
@@ -39,7 +40,7 @@ _SLOWER, _FASTER = 1 / 3, 3.0
 """Factors of the learning rate after weights that were worse, and better."""
 _INBOX = 256
 _IDLE_S = 0.05
-_DRAFT = "draft"
+_DRAFT, _TEMPORARY = "draft", ".unfinished"
 
 
 class Study:
@@ -74,6 +75,8 @@ class Study:
         self._drafted_s, self._clock = drafted_s, clock
         self._served = self._former = learner.loaded
         self.offer = None if path is None or not path.exists() else self._read(path)
+        if self.offer is not None:
+            learner.restart(self.offer)
         self._has_changed, self._was_undone = False, False
         self._is_closed = threading.Event()
 
@@ -106,9 +109,7 @@ class Study:
 
     def work(self) -> Iterator[None]:
         """Learn what is there, pass by pass; yields after each."""
-        while self.inbox:
-            self.lessons.add(self.inbox.popleft())
-        while lessons := self.lessons.take():
+        while lessons := self._next_lessons():
             if self._was_undone:
                 self._was_undone = False
                 self._start_again(_SLOWER)
@@ -134,6 +135,11 @@ class Study:
         """
         idle_s = self._clock() - since[0] - (self._drafted_s() - since[1])
         return spent_s / self._share - idle_s
+
+    def _next_lessons(self) -> list[Lesson]:
+        while self.inbox:
+            self.lessons.add(self.inbox.popleft())
+        return self.lessons.take()
 
     def _judge(self) -> Iterator[None]:
         held_out = list(self.lessons.held_out)
@@ -183,14 +189,13 @@ class Study:
         """Learn what is there, with pauses; wait for more."""
         since = self._clock(), self._drafted_s()
         for _ in self.work():
+            self._keep()
             spent_s = self._clock() - since[0]
             while (pause_s := self.pause_s(spent_s, since)) > 0:
                 if self._is_closed.wait(pause_s):
                     return
             since = self._clock(), self._drafted_s()
-        if self._has_changed and self._path is not None:
-            self._has_changed = False
-            self._write(self._path)
+        self._keep()
         self._is_closed.wait(_IDLE_S)
 
     def _read(self, path: Path) -> Weights:
@@ -204,10 +209,20 @@ class Study:
             raise ModelError(f"draft_learning_path is {path}, which holds what another draft learned; remove it")
         return weights
 
-    def _write(self, path: Path) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        safetensors.torch.save_file(dict(self._served), temporary, {_DRAFT: self._draft})
-        os.replace(temporary, path)
+    def _keep(self) -> None:
+        """Write weights that have taken over, so that the file is whole whenever this process is killed."""
+        if (path := self._path) is None or not self._has_changed:
+            return
+        self._has_changed = False
+        temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
+        try:
+            for left in path.parent.glob(f"{glob.escape(path.name)}.*{_TEMPORARY}"):
+                left.unlink()  # by a process that was killed
+            safetensors.torch.save_file(dict(self._served), temporary, {_DRAFT: self._draft})
+            os.replace(temporary, path)
+        except (OSError, safetensors.SafetensorError) as error:
+            logger.warning("What the draft learned was not kept at %s: %s", path, error)
+            temporary.unlink(missing_ok=True)
 
 
 def judge(lessons: Sequence[Lesson], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:

@@ -1,5 +1,7 @@
 """When weights take over, when they are undone, and how much time learning takes."""
 
+import resource
+
 import pytest
 import torch
 
@@ -154,12 +156,32 @@ async def test_what_was_learned_is_kept_at_a_path_for_the_same_draft(learner, tm
     await wait_for(path.exists)
     study.close()
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    assert Study(FakeLearner(), path=path, draft="A").taken()["w"].tolist() == [2, 2]
+    other = FakeLearner()
+    assert Study(other, path=path, draft="A").taken()["w"].tolist() == [2, 2]
+    assert other.starts == [2.0]
     with pytest.raises(ModelError, match=r"learned.safetensors, which holds what another draft learned; remove it"):
         Study(learner, path=path, draft="B")
     path.write_bytes(b"no weights")
     with pytest.raises(ModelError, match="cannot be read"):
         Study(learner, path=path, draft="A")
+
+
+async def test_a_full_disk_ends_nothing_and_the_next_swap_is_kept(learner, tmp_path, caplog):
+    path, limits = tmp_path / "learned", resource.getrlimit(resource.RLIMIT_FSIZE)
+    study = Study(learner, share=1.0, path=path)
+    teach(study)
+    study.taken()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        study.start()
+        await wait_for(lambda: f"not kept at {path}" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    study.offer = learner.candidate()
+    study.taken()
+    await wait_for(path.exists)
+    study.close()
 
 
 async def test_an_error_ends_learning_alone(learner, caplog):

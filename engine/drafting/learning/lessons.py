@@ -66,9 +66,10 @@ class Lessons:
         self.held_out: list[Lesson] = []
 
     def add(self, request: Request) -> None:
-        """Sort in an ended request: by its prompt and seed, all of its text is taught, or none."""
+        """Sort in an ended request: by its prompt and seed, all of its text is taught, or none; a first one is not."""
         key = repr((request.token_ids[: request.prompt_length], request.params.seed)).encode()
-        is_held_out = hashlib.sha256(key).digest()[0] % HELD_OUT == 0
+        is_first = all(lesson.group != request.params.learning_group for lesson in self.held_out)
+        is_held_out = is_first or hashlib.sha256(key).digest()[0] % HELD_OUT == 0
         pile, room = (self.held_out, ROOM // HELD_OUT) if is_held_out else (self.waiting, ROOM)
         pile += lessons_of(request)
         while sum(lesson.size for lesson in pile) > room:

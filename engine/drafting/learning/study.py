@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import safetensors
@@ -34,8 +34,8 @@ _SMALL_GROUP = 4
 """Groups with fewer lessons are judged together."""
 _SURE = 2.0
 """By how many standard errors new weights must be better."""
-_WORST_OF_GROUP = 0.99
-"""The least tokens a pass, over those of the served weights, in any group."""
+_TOLERATED = 0.01
+"""The loss of tokens a pass, against the served and the loaded weights, that a group is not protected from."""
 _SLOWER, _FASTER = 1 / 3, 3.0
 """Factors of the learning rate after weights that were worse, and better."""
 _INBOX = 256
@@ -77,6 +77,8 @@ class Study:
         self.offer = None if path is None or not path.exists() else self._read(path)
         if self.offer is not None:
             learner.restart(self.offer)
+        self._loaded: dict[Lesson, Score] = {}
+        """What held-out lessons score with the loaded weights."""
         self._has_changed, self._was_undone = False, False
         self._is_closed = threading.Event()
 
@@ -112,7 +114,7 @@ class Study:
         while lessons := self._next_lessons():
             if self._was_undone:
                 self._was_undone = False
-                self._start_again(_SLOWER)
+                self._start_again(self._served)
             num_tokens = sum(lesson.size for lesson in lessons)
             for lesson in lessons:
                 self._learner.learn(lesson, num_tokens)
@@ -150,27 +152,31 @@ class Study:
             for lesson in held_out:
                 scores[name].append(self._learner.score(lesson, weights))
                 yield
-        outcome = judge(held_out, scores["served"], scores["candidate"])
+        for lesson in [lesson for lesson in held_out if lesson not in self._loaded]:
+            self._loaded[lesson] = self._learner.score(lesson, self._learner.loaded)
+            yield
+        self._loaded = {lesson: self._loaded[lesson] for lesson in held_out}
+        outcome = judge(self._loaded, **scores)
         if outcome is None:
             return
-        before, after = accepted_tokens(scores["served"]), accepted_tokens(scores["candidate"])
-        logger.info("Learned weights would add %.2f tokens a draft, the served ones %.2f: %s", after, before, outcome)
-        if outcome == "dropped":
-            self.counts["dropped"] += 1
-            self._start_again(_SLOWER)
-            return
-        for lesson in held_out:
-            scores["loaded"].append(self._learner.score(lesson, self._learner.loaded))
-            yield
-        self._learner.change_rate(_FASTER)
-        self.counts |= {"accepted_before": accepted_tokens(scores["loaded"]), "accepted_after": after}
+        loaded, served, after = map(accepted_tokens, (self._loaded.values(), scores["served"], scores["candidate"]))
+        logger.info("Learned weights would add %.2f tokens a draft, the served ones %.2f: %s", after, served, outcome)
+        if outcome != "taken":
+            self.counts[outcome] += 1
+            candidate = self._served if outcome == "dropped" else self._learner.loaded
+            self._start_again(candidate)
+            if outcome == "dropped":
+                return
+        else:
+            self._learner.change_rate(_FASTER)
+            self.counts |= {"accepted_before": loaded, "accepted_after": after}
         if self._learner.device.type == "cuda":
             torch.cuda.current_stream(self._learner.device).synchronize()
         self.offer = candidate
 
-    def _start_again(self, factor: float) -> None:
-        self._learner.change_rate(factor)
-        self._learner.restart(self._served)
+    def _start_again(self, weights: Weights) -> None:
+        self._learner.change_rate(_SLOWER)
+        self._learner.restart(weights)
 
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own
@@ -225,22 +231,32 @@ class Study:
             temporary.unlink(missing_ok=True)
 
 
-def judge(lessons: Sequence[Lesson], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:
-    """Judge new weights by their scores on held-out lessons: "taken", "dropped", or None as long as it is not sure.
+def judge(loaded: Mapping[Lesson, Score], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:
+    """Judge new weights by scores on held-out lessons: "taken", "dropped", "undone", or None as long as it is not sure.
 
-    They are taken if they are surely better in all, and not worse in any group of requests, so that nobody's texts can
-    spoil the drafts of others. They are dropped if they are worse.
+    They are taken if they are surely better in all, and in no group of requests worse than the served and the loaded
+    ones, so that nobody's texts can spoil the drafts of others. They are dropped if they are worse. The loaded ones
+    come back if the served ones are surely worse for a group, which may have come after they were judged.
     """
-    gains = [new.accepted - old.accepted for new, old in zip(candidate, served, strict=True)]
-    places = [score.places for score in served]
-    mean = sum(gains) / sum(places)
-    spread = math.sqrt(sum((gain - mean * count) ** 2 for gain, count in zip(gains, places, strict=True)))
-    num_lessons = Counter(lesson.group for lesson in lessons)
-    lengths = defaultdict[str, list[int]](lambda: [0, 0])
-    for lesson, old, new in zip(lessons, served, candidate, strict=True):
-        group = lesson.group if num_lessons[lesson.group] >= _SMALL_GROUP else ""
-        for index, score in enumerate((old, new)):
-            lengths[group][index] += score.places + score.accepted
-    if mean < 0 or any(new < _WORST_OF_GROUP * old for old, new in lengths.values()):
-        return "dropped"
-    return "taken" if sum(gains) > _SURE * spread else None
+    num_lessons, groups = Counter(lesson.group for lesson in loaded), defaultdict[str, list[list[Score]]](list)
+    for lesson, *scores in zip(loaded, loaded.values(), served, candidate, strict=True):
+        groups[lesson.group if num_lessons[lesson.group] >= _SMALL_GROUP else ""].append(scores)
+    gain, error = _gain(served, candidate)
+    is_spoilt, is_worse = False, gain < 0
+    for members in groups.values():
+        first, former, new = zip(*members, strict=True)
+        is_worse |= min(_gain(first, new)[0], _gain(former, new)[0]) < -_TOLERATED
+        lost, its_error = _gain(first, former)
+        is_spoilt |= len(members) >= _SMALL_GROUP and lost + _SURE * its_error < -_TOLERATED
+    if gain > _SURE * error and not is_worse:
+        return "taken"
+    return "undone" if is_spoilt else "dropped" if is_worse else None
+
+
+def _gain(old: Sequence[Score], new: Sequence[Score]) -> tuple[float, float]:
+    """Return by what share new weights lengthen the accepted tokens of a pass, and the standard error of that."""
+    gains = [after.accepted - before.accepted for before, after in zip(old, new, strict=True)]
+    accepted, places = map(sum, zip(*old, strict=True))
+    mean = sum(gains) / places
+    error = math.sqrt(sum((gain - mean * score.places) ** 2 for gain, score in zip(gains, old, strict=True)))
+    return sum(gains) / (accepted + places), error / (accepted + places)

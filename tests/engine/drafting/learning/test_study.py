@@ -5,13 +5,16 @@ import resource
 import pytest
 import torch
 
-from engine.drafting.learning.learner import Score
+from engine.drafting.learning import study as module
+from engine.drafting.learning.learner import Learner, Score, accepted_tokens
 from engine.drafting.learning.lessons import Lesson
 from engine.drafting.learning.study import JUDGED_EVERY, Study, judge
-from engine.drafting.learning.swap_watch import ROUNDS
+from engine.drafting.learning.swap_watch import ROUNDS, SwapWatch
 from engine.errors import ModelError
+from tests.engine.conftest import save_llama
 from tests.engine.drafting.learning.test_swap_watch import rounds
-from tests.engine.drafting.learning.texts import ended
+from tests.engine.drafting.learning.texts import changed, drawn, ended, lessons
+from tests.engine.tiny import backend_of
 from tests.fakes import Clock
 from tests.waiting import wait_for
 
@@ -67,8 +70,9 @@ def scores(*accepted):
     return [Score(count, 100) for count in accepted]
 
 
-def lessons(groups):
-    return [Lesson(group, [], 0, 0, 0.0, 0) for group in groups]
+def judged(groups, loaded, served, candidate):
+    lessons = (Lesson(group, [], 0, 0, 0.0, 0) for group in groups)
+    return judge(dict(zip(lessons, scores(*loaded), strict=True)), scores(*served), scores(*candidate))
 
 
 @pytest.mark.parametrize(
@@ -80,10 +84,27 @@ def lessons(groups):
         ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (95,) * 4, "dropped"),  # worse for others
         ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (99,) * 4, "taken"),
         ("aaaaaaaabcde", (100,) * 12, (140,) * 8 + (90,) * 4, "dropped"),  # small groups together
+        ("aaaaaaaab", (100,) * 9, (140,) * 8 + (90,), "dropped"),
     ],
 )
 def test_weights_are_taken_if_they_are_surely_better_and_worse_for_nobody(groups, served, candidate, outcome):
-    assert judge(lessons(groups), scores(*served), scores(*candidate)) == outcome
+    assert judged(groups, served, served, candidate) == outcome
+
+
+def test_no_group_loses_bit_by_bit():
+    loaded, served, candidate = ([accepted] * 8 + [others] * 4 for accepted, others in ((9, 100), (9, 98), (99, 97)))
+    assert judged("aaaaaaaabbbb", served, served, candidate) == "taken"
+    assert judged("aaaaaaaabbbb", loaded, served, candidate) == "dropped"
+
+
+@pytest.mark.parametrize(
+    ("groups", "others", "candidate", "outcome"),
+    [("bbbb", 90, 90, "undone"), ("bbbb", 90, 100, "taken"), ("bbb", 90, 90, "dropped"), ("bbbb", 99, 99, "taken")],
+)
+def test_what_spoils_a_group_that_came_after_it_was_judged_is_undone(groups, others, candidate, outcome):
+    loaded, served, new = ([9] * 8 + [100] * 4, [50] * 8 + [others] * 4, [99] * 8 + [candidate] * 4)
+    length = 8 + len(groups)
+    assert judged("a" * 8 + groups, loaded[:length], served[:length], new[:length]) == outcome
 
 
 def test_better_weights_are_offered_and_become_the_served_ones(learner):
@@ -191,3 +212,25 @@ async def test_an_error_ends_learning_alone(learner, caplog):
         study.ended(ended(seed=seed))
     study.start()
     await wait_for(lambda: "Learning has ended" in caplog.text)
+
+
+@pytest.mark.parametrize(("before", "few"), [(50, 60), (50, 1), (200, 60)])
+def test_many_texts_of_one_key_cost_another_key_nothing(before, few, tmp_path, monkeypatch):
+    """The draft fits the few texts of one key; another model wrote the many of the other, some before all of those."""
+    backend = backend_of(save_llama(tmp_path, seed=2, layers=1))
+    learner = Learner(backend, 4)
+    fresh, its = lessons(drawn(backend, 90)[60:]), drawn(backend, few, learning_group="few")
+    backend.assign(changed(learner.loaded, 0.4))
+    many = drawn(backend, 240, learning_group="many")
+    monkeypatch.setattr(SwapWatch, "is_watching", False)
+    monkeypatch.setattr(module, "JUDGED_EVERY", 4)
+    study = Study(learner)
+    for text in [*many[:before], *its, *many[before:]]:
+        study.inbox.append(text)
+        for _ in study.work():
+            study.taken()
+
+    def tokens_a_pass(weights) -> float:
+        return 1 + accepted_tokens([learner.score(lesson, weights) for lesson in fresh])
+
+    assert tokens_a_pass(study._served) >= 0.97 * tokens_a_pass(learner.loaded)

@@ -91,6 +91,6 @@ class Lessons:
 
         order = sorted(self.waiting, key=turn)
         sizes = accumulate(lesson.size for lesson in order)
-        taken = order[: next(count for count, size in enumerate(sizes, 1) if size >= STEP_TOKENS)]
-        self.waiting = [lesson for lesson in self.waiting if lesson not in taken]
-        return taken
+        count = next(count for count, size in enumerate(sizes, 1) if size >= STEP_TOKENS)
+        self.waiting = order[count:]
+        return order[:count]

@@ -38,6 +38,8 @@ _TOLERATED = 0.01
 """The loss of tokens a pass, against the served and the loaded weights, that a group is not protected from."""
 _SLOWER, _FASTER = 1 / 3, 3.0
 """Factors of the learning rate after weights that were worse, and better."""
+_SWITCH_S = 200e-6
+"""How long the thread that drafts waits for Python code of this one; by default 5 ms."""
 _INBOX = 256
 _IDLE_S = 0.05
 _DRAFT, _TEMPORARY = "draft", ".unfinished"
@@ -156,7 +158,7 @@ class Study:
             self._loaded[lesson] = self._learner.score(lesson, self._learner.loaded)
             yield
         self._loaded = {lesson: self._loaded[lesson] for lesson in held_out}
-        outcome = judge(self._loaded, **scores)
+        outcome = judge(self._loaded, scores["served"], scores["candidate"])
         if outcome is None:
             return
         loaded, served, after = map(accepted_tokens, (self._loaded.values(), scores["served"], scores["candidate"]))
@@ -181,6 +183,7 @@ class Study:
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        sys.setswitchinterval(_SWITCH_S)
         torch.set_num_threads(1)
         is_cuda = self._learner.device.type == "cuda"
         stream = torch.cuda.Stream(self._learner.device) if is_cuda else None  # type: ignore[no-untyped-call]

@@ -108,9 +108,10 @@ class Lessons:
         self._chance = random.Random(0)
 
     def add(self, request: Request, features: Tensor | None = None) -> None:
-        """Sort in an ended request: by its prompt and seed, all of its text is taught, or none."""
+        """Sort in an ended request: by its prompt and seed, all of its text is taught, or none; a first one is not."""
         key = repr((request.token_ids[: request.prompt_length], request.params.seed)).encode()
-        is_held_out = hashlib.sha256(key).digest()[0] % HELD_OUT == 0
+        is_first = all(lesson.group != request.params.learning_group for lesson in self.held_out)
+        is_held_out = is_first or hashlib.sha256(key).digest()[0] % HELD_OUT == 0
         pile, room = (self.held_out, ROOM // HELD_OUT) if is_held_out else (self.waiting, ROOM)
         pile += lessons_of(request, features)
         while sum(lesson.size for lesson in pile) > room or sum(lesson.num_bytes for lesson in pile) > FEATURE_BYTES:
@@ -135,8 +136,8 @@ class Lessons:
 
         order = sorted(self.waiting, key=turn)
         sizes = accumulate(lesson.size for lesson in order)
-        taken = order[: next(count for count, size in enumerate(sizes, 1) if size >= STEP_TOKENS)]
-        self.waiting = [lesson for lesson in self.waiting if lesson not in taken]
+        count = next(count for count, size in enumerate(sizes, 1) if size >= STEP_TOKENS)
+        taken, self.waiting = order[:count], order[count:]
         replayed = self._replayed()
         for lesson in taken:
             self._num_taught += 1

@@ -3,6 +3,7 @@
 The thread that drafts only appends texts and looks at `offer`, so it never waits. It alone changes served weights.
 """
 
+import glob
 import logging
 import math
 import os
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import safetensors
@@ -34,13 +35,15 @@ _SMALL_GROUP = 4
 """Groups with fewer lessons are judged together."""
 _SURE = 2.0
 """By how many standard errors new weights must be better, or worse."""
-_WORST_OF_GROUP = 0.99
-"""The least tokens a pass, over those of the served weights, in any group."""
+_TOLERATED = 0.01
+"""The loss of tokens a pass, against the served and the loaded weights, that a group is not protected from."""
 _SLOWER, _FASTER = 1 / 3, 3.0
 """Factors of the learning rate after weights that were worse, and better."""
+_SWITCH_S = 200e-6
+"""How long the thread that drafts waits for Python code of this one; by default 5 ms."""
 _INBOX = 256
 _IDLE_S = 0.05
-_DRAFT = "draft"
+_DRAFT, _TEMPORARY = "draft", ".unfinished"
 
 
 class Study:
@@ -75,6 +78,10 @@ class Study:
         self._drafted_s, self._clock = drafted_s, clock
         self._served = self._former = learner.loaded
         self.offer = None if path is None or not path.exists() else self._read(path)
+        if self.offer is not None:
+            learner.restart(self.offer)
+        self._loaded: dict[Lesson, Score] = {}
+        """What held-out lessons score with the loaded weights."""
         self._has_changed, self._was_undone = False, False
         self._is_closed = threading.Event()
 
@@ -107,17 +114,16 @@ class Study:
 
     def work(self) -> Iterator[None]:
         """Learn what is there, pass by pass; yields after each."""
-        while self.inbox:
-            self.lessons.add(*self.inbox.popleft())
-        while lessons := self.lessons.take():
+        while lessons := self._next_lessons():
             if self._was_undone:
                 self._was_undone = False
-                self._start_again(_SLOWER)
+                self._start_again(self._served)
             num_tokens = sum(lesson.size for lesson in lessons)
             for lesson in lessons:
                 self._learner.learn(lesson, num_tokens)
                 yield
             self._learner.end_step()
+            yield
             self.counts["tokens"] += num_tokens
             self.counts["steps"] += 1
             if self.counts["steps"] % JUDGED_EVERY == 0:
@@ -139,6 +145,11 @@ class Study:
         idle_s = self._clock() - since[0] - (self._drafted_s() - since[1])
         return spent_s / self._share - idle_s
 
+    def _next_lessons(self) -> list[Lesson]:
+        while self.inbox:
+            self.lessons.add(*self.inbox.popleft())
+        return self.lessons.take()
+
     def _judge(self) -> Iterator[None]:
         held_out = list(self.lessons.held_out)
         if len(held_out) < MIN_HELD_OUT or self.offer is not None or self.watch.is_watching:
@@ -148,31 +159,34 @@ class Study:
             for lesson in held_out:
                 scores[name].append(self._learner.score(lesson, weights))
                 yield
-        outcome = judge(held_out, scores["served"], scores["candidate"])
+        for lesson in [lesson for lesson in held_out if lesson not in self._loaded]:
+            self._loaded[lesson] = self._learner.score(lesson, self._learner.loaded)
+            yield
+        self._loaded = {lesson: self._loaded[lesson] for lesson in held_out}
+        outcome = judge(self._loaded, scores["served"], scores["candidate"])
         if outcome is None:
             return
-        before, after = accepted_tokens(scores["served"]), accepted_tokens(scores["candidate"])
-        logger.info("Learned weights would add %.2f tokens a draft, the served ones %.2f: %s", after, before, outcome)
-        if outcome == "dropped":
-            self.counts["dropped"] += 1
-            self._start_again(_SLOWER)
-            return
-        for lesson in held_out:
-            scores["loaded"].append(self._learner.score(lesson, self._learner.loaded))
-            yield
-        self._learner.change_rate(_FASTER)
-        self.counts |= {"accepted_before": accepted_tokens(scores["loaded"]), "accepted_after": after}
-        if self._learner.device.type == "cuda":
-            torch.cuda.current_stream(self._learner.device).synchronize()
+        loaded, served, after = map(accepted_tokens, (self._loaded.values(), scores["served"], scores["candidate"]))
+        logger.info("Learned weights would add %.2f tokens a draft, the served ones %.2f: %s", after, served, outcome)
+        if outcome != "taken":
+            self.counts[outcome] += 1
+            candidate = self._served if outcome == "dropped" else self._learner.loaded
+            self._start_again(candidate)
+            if outcome == "dropped":
+                return
+        else:
+            self._learner.change_rate(_FASTER)
+            self.counts |= {"accepted_before": loaded, "accepted_after": after}
         self.offer = candidate
 
-    def _start_again(self, factor: float) -> None:
-        self._learner.change_rate(factor)
-        self._learner.restart(self._served)
+    def _start_again(self, weights: Weights) -> None:
+        self._learner.change_rate(_SLOWER)
+        self._learner.restart(weights)
 
     def _run(self) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        sys.setswitchinterval(_SWITCH_S)
         torch.set_num_threads(1)
         is_cuda = self._learner.device.type == "cuda"
         stream = torch.cuda.Stream(self._learner.device) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -187,14 +201,15 @@ class Study:
         """Learn what is there, with pauses; wait for more."""
         since = self._clock(), self._drafted_s()
         for _ in self.work():
+            if self._learner.device.type == "cuda":
+                torch.cuda.current_stream(self._learner.device).synchronize()
+            self.keep()
             spent_s = self._clock() - since[0]
             while (pause_s := self.pause_s(spent_s, since)) > 0:
                 if self._is_closed.wait(pause_s):
                     return
             since = self._clock(), self._drafted_s()
-        if self._has_changed and self._path is not None:
-            self._has_changed = False
-            self._write(self._path)
+        self.keep()
         self._is_closed.wait(_IDLE_S)
 
     def _read(self, path: Path) -> Weights:
@@ -208,30 +223,49 @@ class Study:
             raise ModelError(f"draft_learning_path is {path}, which holds what another draft learned; remove it")
         return weights
 
-    def _write(self, path: Path) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        safetensors.torch.save_file(dict(self._served), temporary, {_DRAFT: self._draft})
-        os.replace(temporary, path)
+    def keep(self) -> None:
+        """Write weights that have taken over, so that the file is whole whenever this process is killed."""
+        if (path := self._path) is None or not self._has_changed:
+            return
+        self._has_changed = False
+        temporary = path.with_name(f"{path.name}.{os.getpid()}{_TEMPORARY}")
+        try:
+            for left in path.parent.glob(f"{glob.escape(path.name)}.*{_TEMPORARY}"):
+                left.unlink()  # by a process that was killed
+            safetensors.torch.save_file(dict(self._served), temporary, {_DRAFT: self._draft})
+            os.replace(temporary, path)
+        except (OSError, safetensors.SafetensorError) as error:
+            logger.warning("What the draft learned was not kept at %s: %s", path, error)
+            temporary.unlink(missing_ok=True)
 
 
-def judge(lessons: Sequence[Lesson], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:
-    """Judge new weights by their scores on held-out lessons: "taken", "dropped", or None, which lets them learn on.
+def judge(loaded: Mapping[Lesson, Score], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:
+    """Judge new weights by scores on held-out lessons: "taken", "dropped", "undone", or None, which lets them learn on.
 
-    They are taken if they are surely better in all, and not worse in any group of requests, so that nobody's texts can
-    spoil the drafts of others. They are dropped if they are surely worse in all: a draft that begins to learn another
-    domain first loses a little of the old one.
+    They are taken if they are surely better in all, and in no group of requests worse than the served and the loaded
+    ones, so that nobody's texts can spoil the drafts of others. They are dropped if they are surely worse in all: a
+    draft that begins to learn another domain first loses a little of the old one. The loaded ones come back if the
+    served ones are surely worse for a group, which may have come after they were judged.
     """
-    gains = [new.accepted - old.accepted for new, old in zip(candidate, served, strict=True)]
-    places = [score.places for score in served]
-    mean = sum(gains) / sum(places)
-    spread = math.sqrt(sum((gain - mean * count) ** 2 for gain, count in zip(gains, places, strict=True)))
-    num_lessons = Counter(lesson.group for lesson in lessons)
-    lengths = defaultdict[str, list[int]](lambda: [0, 0])
-    for lesson, old, new in zip(lessons, served, candidate, strict=True):
-        group = lesson.group if num_lessons[lesson.group] >= _SMALL_GROUP else ""
-        for index, score in enumerate((old, new)):
-            lengths[group][index] += score.places + score.accepted
-    if sum(gains) < -_SURE * spread:
-        return "dropped"
-    is_fair = all(new >= _WORST_OF_GROUP * old for old, new in lengths.values())
-    return "taken" if is_fair and sum(gains) > _SURE * spread else None
+    num_lessons, groups = Counter(lesson.group for lesson in loaded), defaultdict[str, list[list[Score]]](list)
+    for lesson, *scores in zip(loaded, loaded.values(), served, candidate, strict=True):
+        groups[lesson.group if num_lessons[lesson.group] >= _SMALL_GROUP else ""].append(scores)
+    gain, error = _gain(served, candidate)
+    is_spoilt = is_worse = False
+    for members in groups.values():
+        first, former, new = zip(*members, strict=True)
+        is_worse |= min(_gain(first, new)[0], _gain(former, new)[0]) < -_TOLERATED
+        lost, its_error = _gain(first, former)
+        is_spoilt |= len(members) >= _SMALL_GROUP and lost + _SURE * its_error < -_TOLERATED
+    if gain > _SURE * error and not is_worse:
+        return "taken"
+    return "undone" if is_spoilt else "dropped" if gain < -_SURE * error else None
+
+
+def _gain(old: Sequence[Score], new: Sequence[Score]) -> tuple[float, float]:
+    """Return by what share new weights lengthen the accepted tokens of a pass, and the standard error of that."""
+    gains = [after.accepted - before.accepted for before, after in zip(old, new, strict=True)]
+    accepted, places = map(sum, zip(*old, strict=True))
+    mean = sum(gains) / places
+    error = math.sqrt(sum((gain - mean * score.places) ** 2 for gain, score in zip(gains, old, strict=True)))
+    return sum(gains) / (accepted + places), error / (accepted + places)

@@ -203,8 +203,9 @@ def test_the_cache_takes_what_four_groups_can_use(config):
 
 async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config, tmp_path, monkeypatch):
     """Weights that any judge would take are taken, while requests go on; nothing is compiled or lost meanwhile."""
-    path, steps, priorities = tmp_path / "learned", [], []
+    path, steps, priorities, intervals = tmp_path / "learned", [], [], []
     monkeypatch.setattr(study.os, "setpriority", lambda *arguments: priorities.append(arguments))
+    monkeypatch.setattr(study.sys, "setswitchinterval", intervals.append)
     monkeypatch.setattr(lessons, "STEP_TOKENS", 64)
     monkeypatch.setattr(study, "MIN_HELD_OUT", 4)
     monkeypatch.setattr(study, "JUDGED_EVERY", 2)
@@ -232,7 +233,7 @@ async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config
                 worker._study.watch._before = None
         client.link.close()
     ((_, thread, priority),) = priorities
-    assert (thread != threading.get_native_id(), priority) == (True, 19)
+    assert (thread != threading.get_native_id(), priority, intervals[0] < 1e-3) == (True, 19, True)
     assert worker.learned["tokens"] >= 128
     assert dict(PREPARATION.counts) == before
     other = DraftWorker(replace(config, **settings), "worker 2", node=NODE)

@@ -1,16 +1,20 @@
 """When weights take over, when they are undone, and how much time learning takes."""
 
+import resource
+
 import pytest
 import torch
 
 from engine.drafting.learning import study as module
-from engine.drafting.learning.learner import Score
+from engine.drafting.learning.learner import Learner, Score, accepted_tokens
 from engine.drafting.learning.lessons import Lesson
 from engine.drafting.learning.study import JUDGED_EVERY, Study, judge
-from engine.drafting.learning.swap_watch import ROUNDS
+from engine.drafting.learning.swap_watch import ROUNDS, SwapWatch
 from engine.errors import ModelError
+from tests.engine.conftest import save_llama
 from tests.engine.drafting.learning.test_swap_watch import rounds
-from tests.engine.drafting.learning.texts import ended
+from tests.engine.drafting.learning.texts import changed, drawn, ended, lessons
+from tests.engine.tiny import backend_of
 from tests.fakes import Clock
 from tests.waiting import wait_for
 
@@ -66,8 +70,9 @@ def scores(*accepted):
     return [Score(count, 100) for count in accepted]
 
 
-def lessons(groups):
-    return [Lesson(group, [], 0, 0, 0.0, 0) for group in groups]
+def judged(groups, loaded, served, candidate):
+    lessons = (Lesson(group, [], 0, 0, 0.0, 0) for group in groups)
+    return judge(dict(zip(lessons, scores(*loaded), strict=True)), scores(*served), scores(*candidate))
 
 
 @pytest.mark.parametrize(
@@ -80,10 +85,27 @@ def lessons(groups):
         ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (95,) * 4, None),  # worse for others
         ("aaaaaaaabbbb", (100,) * 12, (140,) * 8 + (99,) * 4, "taken"),
         ("aaaaaaaabcde", (100,) * 12, (140,) * 8 + (90,) * 4, None),  # small groups together
+        ("aaaaaaaab", (100,) * 9, (140,) * 8 + (90,), None),
     ],
 )
 def test_weights_are_taken_if_they_are_surely_better_and_worse_for_nobody(groups, served, candidate, outcome):
-    assert judge(lessons(groups), scores(*served), scores(*candidate)) == outcome
+    assert judged(groups, served, served, candidate) == outcome
+
+
+def test_no_group_loses_bit_by_bit():
+    loaded, served, candidate = ([accepted] * 8 + [others] * 4 for accepted, others in ((9, 100), (9, 98), (99, 97)))
+    assert judged("aaaaaaaabbbb", served, served, candidate) == "taken"
+    assert judged("aaaaaaaabbbb", loaded, served, candidate) == "dropped"
+
+
+@pytest.mark.parametrize(
+    ("groups", "others", "candidate", "outcome"),
+    [("bbbb", 90, 90, "undone"), ("bbbb", 90, 100, "taken"), ("bbb", 90, 90, "dropped"), ("bbbb", 99, 99, "taken")],
+)
+def test_what_spoils_a_group_that_came_after_it_was_judged_is_undone(groups, others, candidate, outcome):
+    loaded, served, new = ([9] * 8 + [100] * 4, [50] * 8 + [others] * 4, [99] * 8 + [candidate] * 4)
+    length = 8 + len(groups)
+    assert judged("a" * 8 + groups, loaded[:length], served[:length], new[:length]) == outcome
 
 
 def test_better_weights_are_offered_and_become_the_served_ones(learner):
@@ -156,12 +178,32 @@ async def test_what_was_learned_is_kept_at_a_path_for_the_same_draft(learner, tm
     await wait_for(path.exists)
     study.close()
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    assert Study(FakeLearner(), path=path, draft="A").taken()["w"].tolist() == [2, 2]
+    other = FakeLearner()
+    assert Study(other, path=path, draft="A").taken()["w"].tolist() == [2, 2]
+    assert other.starts == [2.0]
     with pytest.raises(ModelError, match=r"learned.safetensors, which holds what another draft learned; remove it"):
         Study(learner, path=path, draft="B")
     path.write_bytes(b"no weights")
     with pytest.raises(ModelError, match="cannot be read"):
         Study(learner, path=path, draft="A")
+
+
+async def test_a_full_disk_ends_nothing_and_the_next_swap_is_kept(learner, tmp_path, caplog):
+    path, limits = tmp_path / "learned", resource.getrlimit(resource.RLIMIT_FSIZE)
+    study = Study(learner, share=1.0, path=path)
+    teach(study)
+    study.taken()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        study.start()
+        await wait_for(lambda: f"not kept at {path}" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    study.offer = learner.candidate()
+    study.taken()
+    await wait_for(path.exists)
+    study.close()
 
 
 async def test_an_error_ends_learning_alone(learner, caplog):
@@ -186,3 +228,25 @@ def test_features_that_wait_take_bounded_memory_and_those_of_silent_texts_are_no
         study.ended(ended(str(number), prompt=range(2, 302)), features_of)
     assert read == [("0", 44), ("1", 44), ("2", 44)]
     assert len(study.inbox) == 3
+
+
+@pytest.mark.parametrize(("before", "few"), [(50, 60), (50, 1), (200, 60)])
+def test_many_texts_of_one_key_cost_another_key_nothing(before, few, tmp_path, monkeypatch):
+    """The draft fits the few texts of one key; another model wrote the many of the other, some before all of those."""
+    backend = backend_of(save_llama(tmp_path, seed=2, layers=1))
+    learner = Learner(backend, 4)
+    fresh, its = lessons(drawn(backend, 90)[60:]), drawn(backend, few, learning_group="few")
+    backend.assign(changed(learner.loaded, 0.4))
+    many = drawn(backend, 240, learning_group="many")
+    monkeypatch.setattr(SwapWatch, "is_watching", False)
+    monkeypatch.setattr(module, "JUDGED_EVERY", 4)
+    study = Study(learner)
+    for text in [*many[:before], *its, *many[before:]]:
+        study.ended(text)
+        for _ in study.work():
+            study.taken()
+
+    def tokens_a_pass(weights) -> float:
+        return 1 + accepted_tokens([learner.score(lesson, weights) for lesson in fresh])
+
+    assert tokens_a_pass(study._served) >= 0.97 * tokens_a_pass(learner.loaded)

@@ -22,15 +22,17 @@ def ended(name="a", *, num_tokens=40, prompt=(3, 4, 5), **params) -> Request:
 
 def drawn(backend, count=1, *, num_tokens=60, **params) -> list[Request]:
     """Texts that a model draws, with seeds and prompts of their own."""
-    config = EngineConfig(num_blocks=400, block_size=16, num_speculative_tokens=64)
-    drafter, requests = ModelDrafter(DraftModel(backend), config), []
-    for i in range(count):
-        request = Request(str(i), [3, 4, 5 + i], 3, replace(PARAMS, seed=5 + i, **params))
-        while request.num_output_tokens < num_tokens:
-            left = min(64, num_tokens - request.num_output_tokens)
-            (draft,) = run_in_process(drafter.propose([ProposeRow(request, left)]))
-            request.token_ids.extend(draft.token_ids)
-        requests.append(request)
+    config = EngineConfig(num_blocks=1000, block_size=16, num_speculative_tokens=64)
+    drafter = ModelDrafter(DraftModel(backend), config)
+    params = [replace(PARAMS, seed=5 + i, **params) for i in range(count)]
+    requests = [Request(str(i), [3, 4, 5 + i % 50], 3, own) for i, own in enumerate(params)]
+    for batch in (requests[first : first + 32] for first in range(0, count, 32)):
+        while left := min(64, num_tokens - batch[0].num_output_tokens):
+            drafts = run_in_process(drafter.propose([ProposeRow(request, left) for request in batch]))
+            for request, draft in zip(batch, drafts, strict=True):
+                request.token_ids.extend(draft.token_ids)
+        for request in batch:
+            drafter.release(request.request_id)
     return requests
 
 

@@ -21,7 +21,8 @@ from cluster.worker_set import WorkerDiedError, WorkerSet, introduce, start_draf
 from engine.config import CompileProgress
 from engine.errors import TargetError
 from engine.models.registry import open_model
-from engine.models.source import ModelSource, shared_tokens
+from engine.models.shared_tokens import shared_tokens
+from engine.models.source import ModelSource
 
 if TYPE_CHECKING:
     from engine.config import ModelInfo

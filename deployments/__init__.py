@@ -7,7 +7,8 @@ browsers), `observe/` (metrics, logs, traces), `local/` (for one machine only), 
 `python -m deployments`) and `diagnosis/` (is all well?).
 
 The files, to be read first: `builder` (binds the deployments), `wire` (messages between Ingress and Router), `config`
-(every setting), `errors` (exceptions to status codes), `autoscaling` and `ray_internals` (Serve's private parts).
+(every setting), `sections` (which process reads which), `errors` (exceptions to status codes), `autoscaling` and
+`ray_internals` (Serve's private parts).
 """
 
 from typing import Any

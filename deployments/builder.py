@@ -16,7 +16,7 @@ from cluster.config import GroupConfig, suited_to_models
 from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles, pool_options
 from cluster.ray_core import this_machine
 from deployments.autoscaling import autoscaling_config
-from deployments.config import AppConfig, ArgumentError, PoolSize, api_keys, group_config, ingress_config, pool_config
+from deployments.config import AppConfig, ArgumentError, PoolSize, api_keys
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.ingress.ingress import Ingress
 from deployments.ingress.server_info import installed_version
@@ -25,6 +25,7 @@ from deployments.ray_internals import with_version
 from deployments.router.pooled_drafts import Drafts
 from deployments.router.router import Router
 from deployments.routing.choice import QueueDepthRouter
+from deployments.sections import group_config, ingress_config, pool_config
 from deployments.wire import DRAFTS
 from engine.config import BUNDLED_MODELS, PairConfig
 from engine.errors import ModelError

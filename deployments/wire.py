@@ -11,7 +11,7 @@ from cluster.protocol.messages import MalformedMessageError
 from engine.config import CompileProgress, ModelConfig, ModelInfo
 from engine.errors import CapacityError, PromptTooLongError, QueueFullError, RequestError, TargetError
 from engine.params import SamplingParams, nth_seed
-from engine.protocols import RequestOutput
+from engine.requests.output import RequestOutput
 
 REPORT_INTERVAL_S = 0.1
 HEARTBEAT_S = 1.0  # between unchanged reports; an Ingress ignores old reports

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.params import SamplingParams
-from engine.protocols import Difference, FinishReason, RequestOutput
+from engine.protocols import Difference
+from engine.requests.output import FinishReason, RequestOutput
 
 _SAME_LOGPROB = 1e-3
 """How far log probabilities may differ by their rounding, which depends on the batch."""

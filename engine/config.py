@@ -188,18 +188,24 @@ class PairConfig(EngineSettings, ModelSettings):
         return self._model(model, self.target_quantization, execution=self.execution, vllm=self.vllm)
 
     @property
-    def draft(self) -> ModelConfig | None:
-        """The draft model, if any, and others beside it; the drafting method decides whether they are loaded."""
+    def draft_names(self) -> list[str]:
+        """The models that `draft_model` names; empty if there is none."""
         path = self.draft_model
         if path == "auto":
             path = str(BUNDLED_DRAFT) if self.target_model in (BUNDLED, "auto") else "none"
         if path == "none":
-            return None
+            return []
         names = [path] if os.path.exists(path) else [name.strip() for name in path.split(",")]
         if len(set(names)) < len(names) or (len(names) > 1 and {"", "auto", "none"} & {*names}):
             raise ConfigError(f"draft_model is {path!r}; several drafts must be different models, each named")
-        others = tuple(BUNDLED_MODELS.get(name, name) for name in names[1:])
-        return self._model(names[0], self.draft_quantization, others=others)
+        return names
+
+    @property
+    def draft(self) -> ModelConfig | None:
+        """The draft model, if any, and others beside it; the drafting method decides whether they are loaded."""
+        first, *others = self.draft_names or [""]
+        others = [BUNDLED_MODELS.get(name, name) for name in others]
+        return self._model(first, self.draft_quantization, others=tuple(others)) if first else None
 
     @property
     def engine(self) -> EngineConfig:

@@ -15,20 +15,10 @@ from engine.drafting.check import check_drafts
 from engine.drafting.registry import num_tree_chains
 from engine.errors import RequestError
 from engine.params import SamplingParams
-from engine.protocols import (
-    NO_DRAFT,
-    Draft,
-    Drafter,
-    Overlap,
-    Request,
-    RequestOutput,
-    ScheduledRow,
-    Verifier,
-    VerifyRow,
-    chain,
-)
+from engine.protocols import NO_DRAFT, Draft, Drafter, Overlap, Request, ScheduledRow, Verifier, VerifyRow, chain
 from engine.requests.detokenizer import Detokenizer
 from engine.requests.limits import RequestLimits
+from engine.requests.output import RequestOutput
 from engine.requests.sequence import Sequence
 from engine.rounds import Rounds, Verify
 from engine.scheduler import Scheduler

@@ -17,7 +17,8 @@ from engine.execution.memory import plan_cache
 from engine.execution.registry import survey
 from engine.models.registry import open_model
 from engine.params import SamplingParams, are_numbers, nth_seed
-from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
+from engine.protocols import TokenLogprobs, run_in_process
+from engine.requests.output import FinishReason, RequestOutput
 from engine.stats.drafts import SpeculationStats
 
 Prompt = str | Sequence[int] | dict[str, Any]

@@ -12,7 +12,8 @@ from engine.blocks.block_pool import BlockPool, block_digest, block_table
 from engine.blocks.row_extras import RowExtras
 from engine.config import EngineConfig
 from engine.control.plan import Plan
-from engine.protocols import Request, RequestOutput, ScheduledRow, Verdict
+from engine.protocols import Request, ScheduledRow, Verdict
+from engine.requests.output import RequestOutput
 from engine.requests.sequence import Sequence
 from engine.requests.waiting import WaitingQueue, by_share, dispensable
 from engine.stats.drafts import SpeculationStats

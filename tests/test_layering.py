@@ -3,6 +3,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -23,11 +24,13 @@ FORBIDDEN = {
 MIRRORED_ELSEWHERE = {
     "engine/drafting/assembly.py": "tests/engine/test_llm.py and tests/cluster/test_heads.py load with it",
     "cluster/transport/credentials.py": "tests/cluster/transport/test_link.py and test_inbox.py",
+    "cluster/workers/proposals.py": "tests/cluster/workers/test_draft_queue.py",
     "deployments/__main__.py": "tests/e2e/served/test_stopping.py, whose server it starts",
     "deployments/cli/settings.py": "tests/test_readme.py",
     "deployments/ingress/draining.py": "tests/e2e/replicated/test_stopping.py",
     "deployments/openai/sampling_fields.py": "tests/deployments/openai/test_refusals.py and test_accepted_fields.py",
     "deployments/openai/types.py": "the same",
+    "deployments/sections.py": "tests/deployments/test_config.py",
     "deployments/prompts/grammar_process.py": "tests/deployments/prompts/test_grammar_compiler.py",
     "engine/blocks/row_extras.py": "tests/engine/hybrids/test_state_slots.py and encoder_decoder/test_input_rows.py",
     "engine/drafting/learning/whole_text.py": "tests/engine/drafting/learning/test_learner.py",
@@ -50,6 +53,8 @@ MIRRORED_ELSEWHERE = {
     "engine/hybrids/state_tensors.py": "tests/engine/hybrids/test_row_states.py and tests/engine/test_matrix.py",
     "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
     "engine/models/layers/layer_state.py": "tests/engine/models/layers/test_recurrences.py, and footprint and hybrids",
+    "engine/requests/output.py": "dataclasses without behaviour",
+    "engine/models/shared_tokens.py": "tests/engine/drafting/model/test_translated.py",
     "engine/rounds.py": "tests/engine/test_two_rounds.py",
     "engine/stats/drafts.py": "tests/engine/test_scheduler.py and every test of accepted tokens",
     "engine/stats/preparation.py": "tests/engine/drafting/run_ahead/test_passes.py",
@@ -57,13 +62,21 @@ MIRRORED_ELSEWHERE = {
 """Modules without a test file of their own, and what tests them instead."""
 
 
-def imported_names(path: Path) -> Iterator[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported_names(path: Path) -> list[str]:
     """Return all imported names; those of a `from` import one by one, because each may be a module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    names = []
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def module_name(path: Path) -> str:
@@ -108,7 +121,7 @@ def test_every_package_docstring_names_all_its_modules(package: str) -> None:
     """The docstring of `__init__.py` is the reading order: `name` for a file, `name/` for a folder."""
     offences = []
     for init in (ROOT / package).rglob("__init__.py"):
-        docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
+        docstring = ast.get_docstring(tree_of(init)) or ""
         modules = {f"`{path.stem}`" for path in init.parent.glob("*.py") if not path.stem.startswith("__")}
         folders = {f"`{path.parent.name}/`" for path in init.parent.glob("*/__init__.py")}
         commands = {f"python -m {module_name(init)}" for _ in init.parent.glob("__main__.py")}
@@ -159,7 +172,7 @@ def test_only_a_registry_and_what_settles_them_compare_the_names_of_methods_and_
         f"{path.relative_to(ROOT)}:{line} compares with {name!r}"
         for path in source_files(package)
         if path not in COMPARING
-        for line, name in compared_names(ast.parse(path.read_text()))
+        for line, name in compared_names(tree_of(path))
     ]
     assert offences == []
 
@@ -222,7 +235,7 @@ def folder_graph(package: str) -> dict[str, set[str]]:
     return graph
 
 
-VOCABULARY = {"protocols", "wire", "params", "config", "errors", "ray_internals", "ray_core"}
+VOCABULARY = {"protocols", "wire", "params", "config", "sections", "errors", "ray_internals", "ray_core"}
 """The trunk's files that folders may import: what its parts exchange, sampling parameters, settings, exceptions, and
 Ray's private parts."""
 CODE = (".py", ".cpp")

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -20,6 +20,7 @@ import torch
 
 from cluster.protocol.messages import AnyReply, AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose
 from cluster.protocol.prefix_delta import PrefixTable
+from cluster.workers.proposals import Group, Proposal, share_rows
 from engine.config import EngineConfig
 from engine.drafting.learning.study import Study
 from engine.drafting.model.draft_cache import MAX_TAIL, CachedPrefix, DraftCache
@@ -29,7 +30,7 @@ from engine.drafting.model.several import SeveralDrafters
 from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.passes import PassesAhead
 from engine.drafting.run_ahead.shared_pass import advance_together
-from engine.protocols import Draft, ProposeRow, run_in_process
+from engine.protocols import ProposeRow, run_in_process
 from engine.stats.preparation import PREPARATION
 
 logger = logging.getLogger(__name__)
@@ -38,41 +39,6 @@ CHUNK = 256
 """The most tokens of a pass that catches up with a text: a GPU takes hardly longer for so many than for one token."""
 _POLL_S = 50e-6
 """Pause between two looks for a request while the device computes a pass ahead."""
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """The prefixes that a lease's group has sent, and its run-ahead drafter of each draft, if the worker runs ahead."""
-
-    table: PrefixTable
-    aheads: list[PassesAhead]
-
-
-@dataclass(slots=True, eq=False)
-class _Proposal:
-    """A proposal with rows that are not drafted yet; its drafts are worthless after `due`."""
-
-    group: _Group
-    request: Propose
-    rows: list[ProposeRow]
-    due: float
-    answer: Callable[[AnyReply], None]
-    is_caught_up: bool = False
-    compute_s: float = 0.0
-    drafts: list[Draft] = field(default_factory=list)
-
-    @property
-    def missing(self) -> list[ProposeRow]:
-        return self.rows[len(self.drafts) :]
-
-    @property
-    def depth(self) -> int:
-        return max((row.num_draft_tokens for row in self.missing), default=0)
-
-    @property
-    def aheads(self) -> list[PassesAhead]:
-        """The group's run-ahead drafters; empty if the proposal is drafted together with others."""
-        return self.group.aheads if self.request.runs_ahead else []
 
 
 class DraftQueue:
@@ -106,8 +72,8 @@ class DraftQueue:
             method.make(engine, self._drafts[index])  # plans the chains of run-ahead, which the warm-up then prepares
         self.num_proposals = self.num_batches = 0
         self._capacity, self._clock, self._study, self._is_shared = capacity, clock, study, is_shared
-        self._groups: dict[int, _Group] = {}
-        self._waiting: list[_Proposal] = []
+        self._groups: dict[int, Group] = {}
+        self._waiting: list[Proposal] = []
 
     def leave(self, version: int) -> None:
         if (group := self._groups.get(version)) is not None:
@@ -138,18 +104,18 @@ class DraftQueue:
                     ProposeRow(text, entry.num_draft_tokens, draft_index=entry.draft_index)
                     for text, entry in zip(texts, request.rows, strict=True)
                 ]
-                self._waiting.append(_Proposal(group, request, rows, self._clock() + request.deadline_s, answer))
+                self._waiting.append(Proposal(group, request, rows, self._clock() + request.deadline_s, answer))
                 if self._study is not None:
                     self._study.watch.observe([row.request for row in rows])
 
-    def _join(self, version: int) -> _Group:
+    def _join(self, version: int) -> Group:
         made = [self._make(self._engine, draft) for draft in self._drafts if draft.run_ahead]
         aheads = [drafter for drafter in made if isinstance(drafter, PassesAhead)]
         for ahead in aheads:
             ahead.stats = aheads[0].stats
         ended = {} if self._study is None else {"ended": self._study.ended}
         table = PrefixTable(self._capacity, self._forget, owner=f"{version}/", **ended)
-        group = self._groups[version] = _Group(table, aheads)
+        group = self._groups[version] = Group(table, aheads)
         return group
 
     def step(self) -> bool:
@@ -168,7 +134,7 @@ class DraftQueue:
             self._try(self._catch_up, lagging)
         return True
 
-    def _try(self, work: Callable[[list[_Proposal]], None], proposals: list[_Proposal]) -> None:
+    def _try(self, work: Callable[[list[Proposal]], None], proposals: list[Proposal]) -> None:
         try:
             with torch.inference_mode():
                 work(proposals)
@@ -181,7 +147,7 @@ class DraftQueue:
                     message, request = f"{type(error).__name__}: {error}", proposal.request
                     self._reply(proposal, Failure(request.round, request.version, proposal.compute_s, message))
 
-    def _lacking(self, proposal: _Proposal) -> list[ProposeRow]:
+    def _lacking(self, proposal: Proposal) -> list[ProposeRow]:
         """Return the rows with too many uncached tokens for the passes that draft, which `_catch_up` computes."""
         rows = [] if proposal.is_caught_up else proposal.missing
         cached = [self._cached(row) for row in rows]
@@ -192,7 +158,7 @@ class DraftQueue:
             if row.num_draft_tokens and len(row.request.token_ids) - 1 - length > MAX_TAIL
         ]
 
-    def _catch_up(self, proposals: list[_Proposal]) -> None:
+    def _catch_up(self, proposals: list[Proposal]) -> None:
         """Compute one pass of the texts that the cache lacks, the earliest proposal's first."""
         self._end_passes()
         current = {row.request.request_id for proposal in self._waiting for row in proposal.rows}
@@ -210,7 +176,7 @@ class DraftQueue:
             for proposal in proposals:
                 proposal.is_caught_up = True
 
-    def _draft_rows(self, proposals: list[_Proposal]) -> None:
+    def _draft_rows(self, proposals: list[Proposal]) -> None:
         started, aheads = self._clock(), proposals[0].aheads
         self._end_passes(but=aheads)
         counts = share_rows(proposals, len(proposals[0].missing) if aheads else self._engine.max_num_seqs)
@@ -231,11 +197,11 @@ class DraftQueue:
         for ahead in aheads:
             ahead.settle()  # it must not hold blocks for an answer while a request of its group is evicted
 
-    def _reply(self, proposal: _Proposal, reply: AnyReply) -> None:
+    def _reply(self, proposal: Proposal, reply: AnyReply) -> None:
         self._waiting.remove(proposal)
         proposal.answer(reply)
 
-    def _drafts_of(self, proposal: _Proposal) -> Drafts:
+    def _drafts_of(self, proposal: Proposal) -> Drafts:
         request, aheads = proposal.request, proposal.group.aheads
         stats, features = aheads[0].stats if aheads else None, self._drafts[0].features
         counts = {} if features is None else features.counts
@@ -294,16 +260,6 @@ class DraftQueue:
         for name, prefix in cache.prefixes.items():
             num_blocks[_lease_of(name)] += len(prefix.block_ids)
         return max(names, key=lambda name: num_blocks[_lease_of(name)])
-
-
-def share_rows(proposals: Sequence[_Proposal], room: int) -> Counter[_Proposal]:
-    """Return how many rows of each proposal are drafted in one pass: all, or equal shares of the room."""
-    counts = Counter({proposal: len(proposal.missing) for proposal in proposals})
-    if counts.total() <= room:
-        return counts
-    longest = max(counts.values())
-    turns = (proposal for turn in range(longest) for proposal in proposals if turn < counts[proposal])
-    return Counter(islice(turns, room))
 
 
 def _lease_of(name: str) -> int:

@@ -114,7 +114,14 @@ class DraftWorker(Worker):
         self._queue = DraftQueue(drafts, self._engine, capacity=capacity, is_shared=is_shared, study=self._study)
         for backend in self._backends:
             backend.warm_up()
-        return self._backends[0].info
+        infos = [backend.info for backend in self._backends]
+        self._info = replace(
+            infos[0],
+            name=", ".join(info.name for info in infos),
+            num_parameters=sum(info.num_parameters for info in infos),
+            max_model_len=max(info.max_model_len for info in infos),
+        )
+        return self._info
 
     def lease(self, identity: str, num_rows: int) -> Lease:
         """Lease this worker to the client with this identity, or go on with its lease.
@@ -122,7 +129,7 @@ class DraftWorker(Worker):
         Raises TargetError if other leases leave no blocks for a full context and a block for each row.
         """
         assert self._backends, "load comes first"
-        info, engine = self._backends[0].info, self._engine
+        info, engine = self._info, self._engine
         assert engine.num_blocks is not None
         length = min(info.max_model_len, engine.max_model_len or info.max_model_len) + engine.num_speculative_tokens
         blocks_per_context = -(-length // engine.block_size)

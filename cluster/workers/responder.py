@@ -63,8 +63,7 @@ class TargetResponder:
 def _without_known_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[Verdict]:
     return [
         replace(
-            verdict,
-            draft=Draft(verdict.draft.token_ids, verdict.draft.parents) if row.draft.num_deferred else NO_DRAFT,
+            verdict, draft=Draft(verdict.draft.token_ids, verdict.draft.parents) if row.draft.num_deferred else NO_DRAFT
         )
         for verdict, row in zip(verdicts, rows, strict=False)
     ]

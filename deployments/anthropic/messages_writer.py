@@ -9,7 +9,7 @@ from deployments.openai.message_parts import CallArguments, CallStart, Part, Rea
 from deployments.openai.types import ResponseModel, to_json
 from deployments.openai.writer import Choice
 from deployments.prompts.conversation import past_arguments
-from engine.protocols import RequestOutput
+from engine.requests.output import RequestOutput
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 

@@ -42,8 +42,7 @@ def _by_name(settings: list[str] | None) -> dict[str, str]:
 
 
 Settings = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="name=value", help="See `paceline settings`.", autocompletion=_completions),
+    list[str] | None, typer.Argument(metavar="name=value", help="See `paceline settings`.", autocompletion=_completions)
 ]
 
 
@@ -103,10 +102,10 @@ def complete(
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="A model of the Hugging Face hub; name@revision pins a revision.")],
-    draft: Annotated[str | None, typer.Option(help="Its draft model, downloaded too.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft model, or several separated by commas.")] = None,
     token: Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="For models that ask for a login.")] = None,
 ) -> None:
-    """Download a model and its draft.
+    """Download a model and its drafts.
 
     A download that broke off continues where it was.
     """

@@ -17,17 +17,18 @@ from engine.models.source import HUB_FILES
 
 
 def pull(name: str, draft: str | None, token: str | None) -> None:
-    """Download a target and its draft, or a head and its target, and print the command that serves them."""
+    """Download a target and its drafts, or a head and its target, and print the command that serves them."""
     if not sys.stderr.isatty():
         disable_progress_bars()
-    settings = {"target_model": name} | ({"draft_model": draft} if draft else {})
+    drafts = PairConfig(target_model=name, draft_model=draft or "none").draft_names
+    settings = {"target_model": name} | ({"draft_model": ",".join(drafts)} if drafts else {})
     folders = {name: _download(name, token)}
     files = open_model(PairConfig(target_model=str(folders[name])).target).settings
     if kind_of(files):
-        if draft or (target := verifier_of(files)) is None:
+        if drafts or (target := verifier_of(files)) is None:
             raise click.ClickException(f"{name} is a trained head: pull its target, with --draft {name}")
-        settings = {"target_model": target, "draft_model": name}
-    for model in settings.values():
+        settings, drafts = {"target_model": target, "draft_model": name}, [name]
+    for model in (settings["target_model"], *drafts):
         typer.echo(f"{model} is in {folders.get(model) or _download(model, token)}")
     typer.echo(f"serve it: paceline serve {' '.join(map('='.join, settings.items()))}")
 

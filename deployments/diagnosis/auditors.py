@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 
-from deployments.config import AppConfig, ingress_config
+from deployments.config import AppConfig
 from deployments.diagnosis.http_client import PAUSES_S, Client, ServerError
 from deployments.ingress.server_info import fingerprint
 from deployments.prompts.encoder import PromptEncoder
@@ -15,6 +15,7 @@ from deployments.prompts.grammar_compiler import GrammarCompiler
 from deployments.prompts.reader import RequestReader
 from deployments.records.record import Record
 from deployments.records.record_reader import AuditBody, RecordedAnswer, RecordReader
+from deployments.sections import ingress_config
 from deployments.wire import ModelLimits
 from engine.errors import RequestError
 from engine.models.registry import open_model, refused_fields
@@ -34,12 +35,13 @@ def server_auditor(client: Client) -> Auditor:
 
     def audit(records: Sequence[Record]) -> list[AuditBody | str]:
         with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
-            return list(threads.map(partial(_ask, client), records))
+            return list(threads.map(partial(ask_server, client), records))
 
     return audit
 
 
-def _ask(client: Client, record: Record) -> AuditBody | str:
+def ask_server(client: Client, record: Record) -> AuditBody | str:
+    """Return what a server's audit found, or why it refuses the record; ask again while the server is busy."""
     body, pauses = record.model_dump(mode="json", exclude_none=True), iter(PAUSES_S)
     while True:
         try:

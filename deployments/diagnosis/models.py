@@ -7,15 +7,16 @@ from dataclasses import replace
 from cluster.config import GroupConfig
 from cluster.placement import PlacementError, placement_bundles, shares_gpu
 from cluster.ray_core import this_machine
-from deployments.config import AppConfig, group_config
+from deployments.config import AppConfig
 from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.machine import size_text
+from deployments.sections import group_config
 from engine.config import ModelConfig, split_revision
 from engine.drafting.settle import check_kinds
 from engine.errors import ConfigError, ModelError
 from engine.execution.memory import plan_cache
 from engine.models.registry import open_model
-from engine.models.source import shared_tokens
+from engine.models.shared_tokens import shared_tokens
 
 DRAFTS: Mapping[str, str] = {
     r"(?:Meta-)?Llama-3\.[123]-(?:3|8|70|405)B(-Instruct)?": "meta-llama/Llama-3.2-1B",
@@ -42,10 +43,8 @@ def path_findings(config: AppConfig) -> Iterator[Finding]:
     target_model = group.target.path if pair.target_model == "auto" else pair.target_model
     known = known_draft(target_model)
     draft = known if pair.draft_model in ("auto", "none") else pair.draft_model
-    is_named = pair.target_model != "auto" or pair.draft_model in (
-        "auto",
-        "none",
-    )  # else draft_model may be a head that names its target
+    # Else draft_model may be a head that names its target.
+    is_named = pair.target_model != "auto" or pair.draft_model in ("auto", "none")
     names = target_model + f" --draft {draft}" * bool(draft) if is_named else pair.draft_model
     pull = f"`paceline pull {names}` downloads what is missing"
     for role, model in _models(group).items():
@@ -89,7 +88,7 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
         return
     weights = " and ".join(size_text(model.footprint.weight_bytes) for model in (target_survey, *draft_surveys))
     room = f"{cache.num_blocks * engine.block_size:,} tokens fit into the cache"
-    tokens = f"{len(target.tokenizer)} tokens{' in both' * (shared_ids == [None])}"
+    tokens = f"{len(target.tokenizer)} tokens{' in each' * (bool(shared_ids) and not any(shared_ids))}"
     for shared in filter(None, shared_ids):
         tokens += f", of which the draft has {len(shared)}, by other ids"
     yield Finding("ok", "pair", f"{tokens}, weights of {weights}, {room}")
@@ -97,7 +96,7 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
 
 def weight_file_bytes(config: AppConfig) -> int:
     """Return the size of all weight files of the pair."""
-    models = map(open_model, _models(group_config(config)).values())
+    models = [each for model in _models(group_config(config)).values() for each in open_model(model).drafts]
     return sum(file.stat().st_size for model in models for file in model.weight_files)
 
 

@@ -12,9 +12,10 @@ from datetime import UTC, datetime
 from threading import Event
 from typing import Any
 
+from deployments.diagnosis.auditors import ask_server
 from deployments.diagnosis.http_client import Client, ServerError
 from deployments.diagnosis.running import PATH
-from deployments.records.record_reader import AuditedChoice
+from deployments.records.record import Record
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 BATCH = 8
@@ -128,9 +129,12 @@ class _Prover:
         key = json.dumps([number, record["choices"]])
         if key not in self.audits:
             self.records.append(record)
-            choices = self.client.post("/v1/audit", record)["choices"]
-            unequal = [choice for choice in choices if not AuditedChoice.model_validate(choice).is_equal(near=0.0)]
-            self.audits[key] = [choice | {"differences": choice["differences"][:1]} for choice in unequal]
+            found = ask_server(self.client, Record.model_validate(record))
+            if isinstance(found, str):
+                self.audits[key] = [{"error": found}]
+            else:
+                unequal = [choice.model_dump() for choice in found.choices if not choice.is_equal(near=0.0)]
+                self.audits[key] = [choice | {"differences": choice["differences"][:1]} for choice in unequal]
         return self.audits[key]
 
     def ask(self, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> dict[str, Any]:

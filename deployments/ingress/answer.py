@@ -19,7 +19,7 @@ from deployments.openai.types import to_json
 from deployments.openai.writer import Choice, Writer
 from deployments.routing.resumable_stream import ResumableStream
 from deployments.wire import choice_index
-from engine.protocols import RequestOutput, TokenLogprobs
+from engine.requests.output import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -149,6 +149,6 @@ def _is_long(sources: Sequence[Choice | RequestOutput]) -> bool:
 
 
 def _without_token(output: RequestOutput) -> RequestOutput:
-    hidden: list[TokenLogprobs] | None = None if output.logprobs is None else []
+    hidden = None if output.logprobs is None else output.logprobs[:0]
     shown: dict[str, Any] = {"token_ids": [], "text": "", "logprobs": hidden, "trace": None}
     return replace(output, **shown, finish_reason="length", stop_reason=None, num_draft_tokens=0, num_accepted_tokens=0)

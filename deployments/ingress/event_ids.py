@@ -18,7 +18,7 @@ from deployments.ingress.pieces import Sent, join, split
 from deployments.openai.writer import Reply, Writer
 from engine.errors import RequestError
 from engine.params import SamplingParams
-from engine.protocols import RequestOutput
+from engine.requests.output import RequestOutput
 
 HEADER = "Last-Event-ID"
 LastEventId = Annotated[str | None, Header()]

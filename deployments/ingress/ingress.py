@@ -19,7 +19,6 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from deployments.anthropic.messages_writer import InputTokens, MessageBody, MessagesError, MessagesWriter
-from deployments.config import IngressConfig
 from deployments.guard.admission import Admission
 from deployments.ingress.answer import Answer
 from deployments.ingress.draining import end_at_shutdown
@@ -49,6 +48,7 @@ from deployments.records.record_log import RecordLog
 from deployments.records.record_reader import AuditBody, RecordReader
 from deployments.routing.client import ServeRouters
 from deployments.routing.loads import problem_of
+from deployments.sections import IngressConfig
 from deployments.wire import Description, Generation, target_id
 from engine.config import SEEDED_RULES, ModelInfo
 from engine.errors import CapacityError, RequestError, UnknownModelError

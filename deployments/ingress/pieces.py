@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.protocols import RequestOutput, RoundTrace
+from engine.requests.output import RequestOutput, RoundTrace
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from deployments.anthropic.messages_writer import MessagesError
-from deployments.config import IngressConfig
 from deployments.errors import KINDS, ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
 from deployments.guard.admission import GENERATING_ROUTES, PREPARATION, Admission, Preparation
 from deployments.guard.body import Bodies, route_class
@@ -20,6 +19,7 @@ from deployments.guard.middleware import Guard
 from deployments.ingress.event_ids import LastEventId
 from deployments.observe.tracing import TracedRequests, make_tracer
 from deployments.openai.types import ErrorBody, ResponseModel, to_json
+from deployments.sections import IngressConfig
 
 REFUSALS = (400, 401, 404, 405, 408, 413, 415, 429, 431, 500, 503)
 REFERENCE = "#/components/schemas/{model}"

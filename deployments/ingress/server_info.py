@@ -6,8 +6,8 @@ import json
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal
 
-from deployments.config import IngressConfig
 from deployments.openai.types import ResponseModel
+from deployments.sections import IngressConfig
 from deployments.wire import Description
 from engine.config import ModelInfo
 

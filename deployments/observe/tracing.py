@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.openai.writer import Writer
 from deployments.wire import Generation
-from engine.protocols import RequestOutput, ScheduledRow
+from engine.protocols import ScheduledRow
+from engine.requests.output import RequestOutput
 from engine.stats.requests import RequestStats
 
 logger = logging.getLogger("ray.serve")  # the only logger that Serve shows

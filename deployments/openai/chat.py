@@ -11,7 +11,7 @@ from deployments.openai.structured_output import GrammarSource
 from deployments.openai.tools import MessageForm, ToolChoice, ToolForm, required_call
 from deployments.openai.types import NumAlternatives, ResponseModel
 from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Round, Usage, Writer, event
-from engine.protocols import RequestOutput
+from engine.requests.output import RequestOutput
 
 
 class ChatCompletionRequest(GenerationRequest, ConversationRequest):

@@ -16,7 +16,8 @@ from deployments.openai.logprobs import (
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.types import WHOLE, NumAlternatives, ResponseModel, TokenId
 from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Round, Usage, Writer, event
-from engine.protocols import RequestOutput, TokenLogprobs
+from engine.protocols import TokenLogprobs
+from engine.requests.output import RequestOutput
 
 MAX_PROMPTS = 64
 

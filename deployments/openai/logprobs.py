@@ -6,8 +6,9 @@ from typing import Any
 
 from deployments.openai.types import ResponseModel
 from deployments.openai.writer import Choice
-from engine.protocols import RequestOutput, TokenLogprobs
+from engine.protocols import TokenLogprobs
 from engine.requests.detokenizer import TokenBytes
+from engine.requests.output import RequestOutput
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; vLLM's number
 

@@ -15,7 +15,7 @@ from deployments.openai.responses_request import ResponsesRequest
 from deployments.openai.tools import THOUGHTS
 from deployments.openai.types import ResponseModel, to_json
 from deployments.openai.writer import Choice
-from engine.protocols import RequestOutput
+from engine.requests.output import RequestOutput
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.types import ResponseModel, to_json
-from engine.protocols import RequestOutput, RoundTrace, TokenLogprobs
+from engine.protocols import TokenLogprobs
 from engine.requests.detokenizer import TokenBytes
+from engine.requests.output import RequestOutput, RoundTrace
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

@@ -10,7 +10,7 @@ from itertools import islice
 from cluster.transport import InboxAddress, Outbox
 from deployments.wire import HEARTBEAT_S, MAX_MOVABLE, End, Generation, Message, Outputs, Report, encode
 from engine.errors import TargetError
-from engine.protocols import RequestOutput
+from engine.requests.output import RequestOutput
 
 
 class Stream:

@@ -17,7 +17,6 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import GroupConfig
 from cluster.group import SpeculationGroup
 from cluster.transport import InboxAddress
-from deployments.config import pool_config
 from deployments.observe.logs import in_background, limited_start, set_log_format
 from deployments.observe.metrics import ReplicaMetrics, RouterMetrics
 from deployments.ray_internals import bind_replica
@@ -25,6 +24,7 @@ from deployments.router.delivery import Delivery
 from deployments.router.pooled_drafts import ServeLeases
 from deployments.router.round_loop import RoundLoop
 from deployments.routing.prefixes import landmarks
+from deployments.sections import pool_config
 from deployments.wire import (
     ANSWER_S,
     IS_RECOVERING,

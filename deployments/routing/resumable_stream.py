@@ -15,7 +15,7 @@ from deployments.observe.metrics import IngressMetrics
 from deployments.observe.tracing import note_resubmission
 from deployments.wire import End, Generation, Outputs, choice_index
 from engine.errors import CapacityError, PacelineError, TargetError
-from engine.protocols import RequestOutput
+from engine.requests.output import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 

@@ -18,7 +18,8 @@ from engine.execution.vllm.arguments import check_version, set_environment
 from engine.heads.registry import check_target, load_target
 from engine.models.first_layers import check_self_draft
 from engine.models.shards import plan_of
-from engine.models.source import ModelSource, shared_tokens
+from engine.models.shared_tokens import shared_tokens
+from engine.models.source import ModelSource
 from engine.sampling.grammar import Grammars
 from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier

@@ -59,7 +59,7 @@ def settle(pair: PairConfig) -> Settled:
         raise ConfigError(f"{model}, but drafting is {drafting!r}, which uses none")
     if pair.vllm and pair.execution != "vllm":
         raise ConfigError(f"vllm is {pair.vllm}, but execution is {pair.execution!r}")
-    check_arguments(pair.vllm)
+    check_arguments(pair.vllm, pair.target_quantization)
     if has_head or needs_head:
         if pair.draft_quantization != "none":
             raise ConfigError(f"draft_quantization is {pair.draft_quantization}, but the draft is a trained head")

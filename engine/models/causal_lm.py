@@ -7,13 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    Mistral4Config,
-    Mistral4ForCausalLM,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, Mistral4Config, Mistral4ForCausalLM, PreTrainedConfig
 
 from engine.config import ModelInfo
 from engine.errors import ModelError

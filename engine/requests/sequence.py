@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from engine.blocks.block_pool import BlockTable, block_table
 from engine.errors import RequestError
-from engine.protocols import FinishReason, Request, RequestOutput, RoundTrace, TokenLogprobs, Verdict
+from engine.protocols import Request, TokenLogprobs, Verdict
 from engine.requests.detokenizer import Detokenizer
+from engine.requests.output import FinishReason, RequestOutput, RoundTrace
 
 
 @dataclass(slots=True, eq=False)

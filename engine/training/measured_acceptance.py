@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from engine.config import ModelConfig
 from engine.errors import ModelMismatchError
 from engine.models.registry import open_model
-from engine.models.source import shared_tokens
+from engine.models.shared_tokens import shared_tokens
 from engine.sampling import noise
 
 TEMPERATURES = (0.0, 0.7, 1.0)

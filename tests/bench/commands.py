@@ -4,8 +4,9 @@ compare   every way to decode the same prompts, at batch 1 and 8, T = 0 and 0.7 
 methods   every drafting method with every verification rule, by domain of text;
           --large: on a target of 0.4 billion weights that writes the same text
 paced     passes take as long as on named GPUs: what a round takes besides its passes, and what drafts gain
-twin      the same groups in virtual time: up to 256 rows, overlaps of draft and target, draft pools, mixed loads
+twin      the same groups in virtual time: up to 256 rows, overlaps of draft and target, draft pools, drafts that learn
 plan      which draft, length, pool and number of replicas pay, from acceptance and prices; measures nothing
+learning  a draft of novels that meets PEPs and SQL while it learns, against the frozen one; some ten minutes
 abuse     16 clients with costly bodies: what another client notices
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
@@ -37,6 +38,7 @@ from tests.bench.abuse import ABUSES, EACH_S, outcomes, show_abuse
 from tests.bench.audit import audit
 from tests.bench.compare import CELLS, compile_models, show, write
 from tests.bench.contestants.with_serve import Server
+from tests.bench.learning.comparison import learning
 from tests.bench.methods.comparison import methods
 from tests.bench.paced.comparison import paced
 from tests.bench.paced.roofline import PacedDevice
@@ -123,6 +125,13 @@ def parse(arguments: list[str]) -> Namespace:
     virtual.add_argument("--seeds", type=int, default=3, help="repetitions with other prompts and noise")
     virtual.add_argument("--warm", type=int, default=64, help="tokens of each request before the time is taken")
     virtual.add_argument("--num-tokens", type=int, default=64, help="timed tokens of each request, on average")
+    virtual.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="of `learning`: the draft of novels")
+    virtual.add_argument("--learned", type=Path, help="of `learning`: what it learned")
+    learned = commands.add_parser("learning", formatter_class=ArgumentDefaultsHelpFormatter)
+    learned.set_defaults(run=learning)
+    learned.add_argument("--draft", type=Path, help="where the draft of novels is, or is made")
+    learned.add_argument("--learned", type=Path, help="where what it learned goes, for `twin learning`")
+    learned.add_argument("--svg", type=Path, help="where the picture goes")
     planned = commands.add_parser("plan", formatter_class=ArgumentDefaultsHelpFormatter)
     planned.set_defaults(run=_plan)
     planned.add_argument("--target", default="h100x4-70b", help="devices and model, as %(default)s")

@@ -10,9 +10,10 @@ import pytest
 from starlette.types import ASGIApp
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from deployments.config import AppConfig, ingress_config
+from deployments.config import AppConfig
 from deployments.guard.middleware import SafeHeaders
 from deployments.ingress.ingress import Ingress
+from deployments.sections import ingress_config
 from engine.config import ModelConfig
 from engine.models.registry import open_model
 from engine.sampling.grammar import Grammars

@@ -23,7 +23,8 @@ from engine.drafting.copying.predicted import PredictionCopier
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.params import SamplingParams
-from engine.protocols import Drafter, NoDrafter, RequestOutput, Verdict, Verifier, VerifyRow
+from engine.protocols import Drafter, NoDrafter, Verdict, Verifier, VerifyRow
+from engine.requests.output import RequestOutput
 from engine.sampling.grammar import Grammars
 from engine.verification.verifier import ModelVerifier
 from tests.fakes import MarkovModel, byte_tokenizer

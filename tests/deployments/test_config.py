@@ -6,17 +6,8 @@ import pytest
 from pydantic import BaseModel
 
 from cluster.config import GroupConfig
-from deployments.config import (
-    AppConfig,
-    ArgumentError,
-    Autoscaling,
-    Limits,
-    PoolSize,
-    api_keys,
-    group_config,
-    ingress_config,
-    pool_config,
-)
+from deployments.config import AppConfig, ArgumentError, Autoscaling, Limits, PoolSize, api_keys
+from deployments.sections import group_config, ingress_config, pool_config
 from engine.config import PAIR_SETTINGS, PairConfig, make_pair
 from tests.engine.heads.files import head_settings, save_head
 

@@ -21,7 +21,8 @@ from deployments.wire import (
 from engine.config import CompileProgress, ModelConfig
 from engine.errors import PromptTooLongError, QueueFullError
 from engine.params import MAX_SEED, SamplingParams
-from engine.protocols import RequestOutput, TokenLogprobs
+from engine.protocols import TokenLogprobs
+from engine.requests.output import RequestOutput
 
 LOGPROBS = [TokenLogprobs(-0.5, 1, [3, 4], [-0.5, -1.25])]
 OUTPUT = RequestOutput(

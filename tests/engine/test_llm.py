@@ -36,7 +36,7 @@ def make_llm(target: Path, draft: Path | str = "none", **settings: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def llm(models: tuple[Path, Path]) -> LLM:
-    return make_llm(*models, speculation="fixed", max_queued_requests=2, max_num_seqs=2, num_blocks=64)
+    return make_llm(*models, speculation="fixed", max_queued_requests=2, max_num_seqs=2, max_model_len=64)
 
 
 def token_ids(llm: LLM, prompts: Any, params: SamplingParams = PARAMS) -> list[list[list[int]]]:

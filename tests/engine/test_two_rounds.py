@@ -4,13 +4,8 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
-import pytest
-
-from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.registry import METHODS
 from engine.laws import p_value
 from engine.params import SamplingParams
-from engine.verification.rule import RULES
 from tests.engine.running import SAMPLING, chains, expected_tokens, make_engine
 from tests.engine.targets import alternate, alternating
 from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, TARGET, UNLIKE, joint_law
@@ -33,12 +28,8 @@ async def texts_of(engine, requests=()):
     return texts
 
 
-@pytest.mark.parametrize("verification", [name for name in RULES if name != "coupled"])
-async def test_the_law_of_two_cohorts_is_that_of_the_target(verification):
-    drafting = METHODS["tree" if verification == "k_sequential" else "model"]
-    engine = make_alternating(
-        TARGET, lambda config: drafting.make(config, DraftModel(UNLIKE, 5)), **SAMPLING, verification=verification
-    )
+async def test_the_law_of_two_cohorts_is_that_of_the_target():
+    engine = make_alternating(TARGET, chains(UNLIKE), **SAMPLING, verification="block")
     params = replace(LAWS["penalties"], max_tokens=LENGTH + 2, ignore_eos=True)
     texts = await texts_of(engine, [(PROMPT, replace(params, seed=seed)) for seed in range(600)])
     counts = Counter(tuple(text[:LENGTH]) for text in texts.values())

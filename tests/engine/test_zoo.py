@@ -85,13 +85,12 @@ def test_a_served_family_writes_transformers_own_text(name, tmp_path):
         assert ids == texts
         assert (written - logprobs).abs().max() < 1e-3
     assert copying.stats.num_accepted_tokens >= PARAMS.max_tokens
+    check_weights(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_served_family_has_the_weights_that_transformers_loads(name, tmp_path):
-    save_family(name, tmp_path)
-    source = source_of(tmp_path)
+def check_weights(path):
+    """Check that in half precision, too, a family has the weights that transformers loads."""
+    source = source_of(path)
     module = CausalLM.load_module(source.directory, source.configuration, torch.bfloat16)
     skeleton = skeleton_of(source, torch.bfloat16)
     check_same(load_whole(source, skeleton, torch.bfloat16, torch.device("cpu")), module)

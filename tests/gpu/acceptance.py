@@ -64,7 +64,7 @@ def served_rounds(device: str, *, dry: bool) -> Iterator[Reading]:
     except ImportError as error:
         return iter([{"skipped": f"{error}; `make gpu-wheels` collects what it needs"}])
     if dry:
-        return served(device, ("tiny", "tiny"), num_rounds=5, prompt_length=20)
+        return served(device, ("tiny", "tiny"), num_rounds=20, prompt_length=20)
     return served(device, ("8b", "1b"), num_rounds=200, prompt_length=512)
 
 

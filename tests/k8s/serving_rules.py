@@ -12,7 +12,8 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.capacity import Node, Slot, missing, place_groups, pool_slot, slots
 from cluster.placement import PlacementError, label_selectors, placement_bundles
 from deployments.builder import INGRESS_CPUS
-from deployments.config import AppConfig, ArgumentError, PoolSize, group_config
+from deployments.config import AppConfig, ArgumentError, PoolSize
+from deployments.sections import group_config
 from tests.k8s.manifests import Manifest, cluster_of, groups_of
 
 

@@ -101,13 +101,18 @@ class Learner:
         """Return the learned weights, as they would be served."""
         return self._rounded(self._average)
 
-    @torch.no_grad()
     def score(self, lesson: Lesson, weights: Weights) -> Score:
         """Tell how many draft tokens would be accepted with these weights, beginning at each place of a lesson."""
-        scores, committed = self._scores(lesson, weights)
-        agrees = (scores.argmax(-1) == committed).tolist()
+        agrees = self.agreements(lesson, weights)
         runs = accumulate(reversed(agrees), lambda run, is_same: (run + 1) * is_same, initial=0)
         return Score(sum(min(run, self._num_draft_tokens) for run in runs), len(agrees))
+
+    @torch.no_grad()
+    def agreements(self, lesson: Lesson, weights: Weights) -> list[bool]:
+        """Tell for each token that a lesson teaches whether a draft with these weights would be that token."""
+        scores, committed = self._scores(lesson, weights)
+        agrees: list[bool] = (scores.argmax(-1) == committed).tolist()
+        return agrees
 
     def _scores(self, lesson: Lesson, weights: Weights) -> tuple[Tensor, Tensor]:
         """Return what the draft draws the taught tokens by, [n, vocab], and these tokens, [n] int64."""

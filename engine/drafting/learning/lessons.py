@@ -1,6 +1,11 @@
-"""Lessons: the committed texts that teach a draft and those that are held out, bounded, with a fair share per group."""
+"""Lessons: the committed texts that teach a draft and those that are held out, bounded, with a fair share per group.
+
+Lessons that were taught are drawn upon again, all of them alike, so that a draft that meets another domain keeps the
+former ones (experience replay).
+"""
 
 import hashlib
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +16,11 @@ from engine.protocols import Request
 HELD_OUT = 8
 """One text of so many is never taught: candidates are judged on these."""
 STEP_TOKENS = 640
-"""Tokens that are learned in one step."""
+"""New tokens that are learned in one step."""
+REPLAYED_TOKENS = STEP_TOKENS // 2
+"""Tokens of earlier lessons that are learned again in one step."""
+MOST_REPLAYED = 256
+"""Lessons that are kept to be learned again: a sample of all (reservoir sampling: Vitter 1985, algorithm R)."""
 ROOM = 65_536
 """Tokens that are kept of texts to be taught; of held-out texts, an eighth."""
 _MIN_TOKENS = 8
@@ -64,6 +73,9 @@ class Lessons:
     def __init__(self) -> None:
         self.waiting: list[Lesson] = []
         self.held_out: list[Lesson] = []
+        self._taught: list[Lesson] = []
+        self._num_taught = 0
+        self._chance = random.Random(0)
 
     def add(self, request: Request) -> None:
         """Sort in an ended request: by its prompt and seed, all of its text is taught, or none; a first one is not."""
@@ -80,7 +92,10 @@ class Lessons:
             pile.remove(next(lesson for lesson in pile if lesson.group == largest))
 
     def take(self) -> list[Lesson]:
-        """Take a step's lessons, the oldest first, of each group in turn; none if too few tokens wait."""
+        """Take a step's lessons: new ones, the oldest first, of each group in turn, and earlier ones.
+
+        There are none if too few tokens wait.
+        """
         if sum(lesson.size for lesson in self.waiting) < STEP_TOKENS:
             return []
         turns = Counter[str]()
@@ -92,5 +107,17 @@ class Lessons:
         order = sorted(self.waiting, key=turn)
         sizes = accumulate(lesson.size for lesson in order)
         count = next(count for count, size in enumerate(sizes, 1) if size >= STEP_TOKENS)
-        self.waiting = order[count:]
-        return order[:count]
+        taken, self.waiting = order[:count], order[count:]
+        replayed = self._replayed()
+        for lesson in taken:
+            self._num_taught += 1
+            place = len(self._taught)
+            if place == MOST_REPLAYED:
+                place = self._chance.randrange(self._num_taught)
+            self._taught[place : place + 1] = [lesson] if place < MOST_REPLAYED else []
+        return taken + replayed
+
+    def _replayed(self) -> list[Lesson]:
+        self._chance.shuffle(self._taught)
+        sizes = accumulate((lesson.size for lesson in self._taught), initial=0)
+        return [lesson for lesson, before in zip(self._taught, sizes, strict=False) if before < REPLAYED_TOKENS]

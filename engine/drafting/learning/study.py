@@ -33,7 +33,7 @@ MIN_HELD_OUT = 8
 _SMALL_GROUP = 4
 """Groups with fewer lessons are judged together."""
 _SURE = 2.0
-"""By how many standard errors new weights must be better."""
+"""By how many standard errors new weights must be better, or worse."""
 _TOLERATED = 0.01
 """The loss of tokens a pass, against the served and the loaded weights, that a group is not protected from."""
 _SLOWER, _FASTER = 1 / 3, 3.0
@@ -235,25 +235,26 @@ class Study:
 
 
 def judge(loaded: Mapping[Lesson, Score], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:
-    """Judge new weights by scores on held-out lessons: "taken", "dropped", "undone", or None as long as it is not sure.
+    """Judge new weights by scores on held-out lessons: "taken", "dropped", "undone", or None, which lets them learn on.
 
     They are taken if they are surely better in all, and in no group of requests worse than the served and the loaded
-    ones, so that nobody's texts can spoil the drafts of others. They are dropped if they are worse. The loaded ones
-    come back if the served ones are surely worse for a group, which may have come after they were judged.
+    ones, so that nobody's texts can spoil the drafts of others. They are dropped if they are surely worse in all: a
+    draft that begins to learn another domain first loses a little of the old one. The loaded ones come back if the
+    served ones are surely worse for a group, which may have come after they were judged.
     """
     num_lessons, groups = Counter(lesson.group for lesson in loaded), defaultdict[str, list[list[Score]]](list)
     for lesson, *scores in zip(loaded, loaded.values(), served, candidate, strict=True):
         groups[lesson.group if num_lessons[lesson.group] >= _SMALL_GROUP else ""].append(scores)
     gain, error = _gain(served, candidate)
-    is_spoilt, is_worse = False, gain < 0
+    is_fair, is_spoilt = True, False
     for members in groups.values():
         first, former, new = zip(*members, strict=True)
-        is_worse |= min(_gain(first, new)[0], _gain(former, new)[0]) < -_TOLERATED
+        is_fair &= min(_gain(first, new)[0], _gain(former, new)[0]) >= -_TOLERATED
         lost, its_error = _gain(first, former)
         is_spoilt |= len(members) >= _SMALL_GROUP and lost + _SURE * its_error < -_TOLERATED
-    if gain > _SURE * error and not is_worse:
+    if is_fair and gain > _SURE * error:
         return "taken"
-    return "undone" if is_spoilt else "dropped" if is_worse else None
+    return "undone" if is_spoilt else "dropped" if gain < -_SURE * error else None
 
 
 def _gain(old: Sequence[Score], new: Sequence[Score]) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig, ModelConfig, unknown_argument
+from engine.config import EngineConfig, ModelConfig, Quantization, unknown_argument
 from engine.errors import ConfigError
 from engine.heads.config import read_head_config
 from engine.models.source import ModelSource
@@ -35,6 +35,8 @@ _OURS: Mapping[str, str] = {
     "kv_cache_memory_bytes": "num_blocks",
     "num_gpu_blocks_override": "num_blocks",
     "speculative_config": "drafting",
+    "enable_lora": f"vllm.{ADAPTERS}",
+    "max_loras": f"vllm.{ADAPTERS}",
 }
 """Arguments of vLLM that settings of ours decide."""
 _FIXED: Mapping[str, Any] = {
@@ -43,6 +45,7 @@ _FIXED: Mapping[str, Any] = {
     "language_model_only": True,
     "async_scheduling": False,
     "disable_hybrid_kv_cache_manager": True,
+    "disable_log_stats": True,
     "distributed_executor_backend": None,
     "data_parallel_size": 1,
     "pipeline_parallel_size": 1,
@@ -82,8 +85,10 @@ def check_version() -> str:
     raise ConfigError("execution is vllm, which is not installed; `pip install 'paceline[vllm]'` installs it")
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
+def check_arguments(arguments: Mapping[str, Any], quantization: Quantization) -> None:
     """Raise ConfigError if the `vllm` setting names what our settings decide, or an adapter's directory wrongly."""
+    if quantization != "none" and "quantization" in arguments:
+        raise ConfigError(f"vllm has the key 'quantization', but target_quantization is {quantization!r}; set only one")
     adapters = arguments.get(ADAPTERS, {})
     if not isinstance(adapters, dict) or not all(map(_is_absolute, adapters.values())):
         problem = 'it must be as {"name": "/directory"}, with absolute paths on the nodes of the target'
@@ -129,7 +134,6 @@ def engine_arguments(source: ModelSource, engine: EngineConfig, dtype: str, worl
         "tensor_parallel_size": world_size,
         # The runner then takes rows of up to 1 + k tokens; its drafter, which this names, never runs.
         "speculative_config": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 3} if k else None,
-        "disable_log_stats": True,
     }
 
 

@@ -20,7 +20,8 @@ from cluster.protocol.messages import (
     Verify,
 )
 from cluster.remote_drafter import RemoteDrafter
-from cluster.workers.draft_queue import CHUNK, DraftQueue, share_rows
+from cluster.workers.draft_queue import CHUNK, DraftQueue
+from cluster.workers.proposals import share_rows
 from engine.config import EngineConfig
 from engine.drafting.learning.learner import Learner
 from engine.drafting.learning.swap_watch import SwapWatch

@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,19 @@ def worker(config):
     worker.load()
     with in_thread(worker):
         yield worker
+
+
+def test_the_facts_of_several_drafts_are_those_of_all(config: GroupConfig, tmp_path: Path) -> None:
+    other, draft = str(save_llama(tmp_path / "other", seed=2)), config.draft
+    assert draft is not None
+    one, two = (
+        DraftWorker(replace(config, draft=each), "worker 1", node=NODE)
+        for each in (draft, replace(draft, others=(other,)))
+    )
+    alone, both = one.load(), two.load()
+    assert both == replace(alone, name=f"{draft.path}, {other}", num_parameters=2 * alone.num_parameters)
+    for worker in (one, two):
+        worker.close()
 
 
 class Client:

@@ -79,10 +79,12 @@ def run(environment: dict[str, str], *words: str, program: str = PROGRAM) -> sub
 
 def test_what_is_pulled_is_found(tmp_path: Path) -> None:
     with hub(tmp_path) as (server, environment):
-        pulled = run(environment, "pull", "org/model", "--draft", "private/model", "--token", "hf_secret")
+        pulled = run(
+            environment, "pull", "org/model", "--draft", "private/model, org/model@main", "--token", "hf_secret"
+        )
         assert pulled.returncode == 0, pulled.stderr
-        serve = "serve it: paceline serve target_model=org/model draft_model=private/model"
-        assert pulled.stdout.splitlines()[2] == serve
+        serve = "serve it: paceline serve target_model=org/model draft_model=private/model,org/model@main"
+        assert pulled.stdout.splitlines()[3] == serve
         assert "%|" not in pulled.stderr  # bars are for terminals
         assert "Bearer hf_secret" in server.tokens
         assert server.downloads == {"config.json": 2, "model.safetensors": 2}, "nothing that is not read"

@@ -51,9 +51,17 @@ def test_a_target_without_its_known_draft_is_a_warning(tmp_path: Path):
 def test_the_bundled_pair_is_well():
     assert [finding.level for finding in path_findings(config())] == ["ok", "ok"]
     (pair,) = pair_findings(config())
-    assert (pair.level, pair.found[:20]) == ("ok", "4096 tokens in both,")
+    assert (pair.level, pair.found[:20]) == ("ok", "4096 tokens in each,")
     sizes = [(path / "model.safetensors").stat().st_size for path in (BUNDLED_TARGET, BUNDLED_DRAFT)]
     assert weight_file_bytes(config()) == sum(sizes)
+
+
+def test_each_of_several_drafts_is_counted(tmp_path: Path):
+    other = shutil.copytree(BUNDLED_DRAFT, tmp_path / "draft")
+    one, two = config(draft_model=str(BUNDLED_DRAFT)), config(draft_model=f"{BUNDLED_DRAFT},{other}")
+    assert [finding.level for finding in path_findings(two)] == ["ok", "ok", "ok"]
+    assert next(pair_findings(two)).found.startswith("4096 tokens in each,")
+    assert weight_file_bytes(two) - weight_file_bytes(one) == (other / "model.safetensors").stat().st_size
 
 
 def test_a_model_of_which_a_part_is_missing_is_an_error(tmp_path: Path):

@@ -1,3 +1,6 @@
+import pytest
+
+from deployments.diagnosis import auditors
 from deployments.diagnosis.prove import BATCH, Case, _problems, cases, page, prove
 from tests.deployments.diagnosis.fake import FakePaceline, K
 
@@ -49,6 +52,17 @@ def test_processes_are_killed_under_streams(server: FakePaceline):
         ("target", BATCH),
         (None, 1),
     ]
+
+
+def test_a_busy_server_is_asked_again_and_a_refused_audit_is_a_difference(
+    server: FakePaceline, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(auditors.time, "sleep", lambda _: None)
+    server.audit_statuses = [400, 503, 429]  # the last one first
+    proof, _ = prove(server.client, TEXTS, (), is_full=False)
+    errors = [each for case in proof["cases"] for each in case["differences"]]
+    assert {(each["request"], each["error"].endswith("seed is missing")) for each in errors} == {(0, True)}
+    assert not proof["all_equal"]
 
 
 def test_a_wrong_token_is_found_at_its_position(server: FakePaceline):

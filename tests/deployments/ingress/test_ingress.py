@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from deployments.config import AppConfig, Limits, ingress_config
+from deployments.config import AppConfig, Limits
 from deployments.ingress.ingress import Ingress
+from deployments.sections import ingress_config
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
 

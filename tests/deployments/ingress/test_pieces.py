@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from deployments.ingress.pieces import Sent, join, rest_of, split
-from engine.protocols import RoundTrace, TokenLogprobs
+from engine.protocols import TokenLogprobs
+from engine.requests.output import RoundTrace
 from tests.deployments.fakes import output
 
 

@@ -11,8 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import deployments
-from deployments.config import AppConfig, ingress_config
+from deployments.config import AppConfig
 from deployments.ingress.server_info import announcement, fingerprint
+from deployments.sections import ingress_config
 from engine.config import ModelInfo
 from tests.deployments.conftest import make_sdk
 from tests.deployments.fakes import LocalRouters

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.openai.completions import CompletionRequest, CompletionWriter
 from deployments.openai.writer import Choice, Reply
-from engine.protocols import RoundTrace
+from engine.requests.output import RoundTrace
 from tests.deployments.fakes import LocalRouters, output
 from tests.deployments.requests import complete
 

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.transport import InboxAddress, open_inbox
 from deployments.wire import End, Message, Outputs, Report, decode
-from engine.protocols import RequestOutput
+from engine.requests.output import RequestOutput
 from tests.waiting import wait_for
 
 

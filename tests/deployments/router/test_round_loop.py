@@ -10,7 +10,8 @@ from deployments.router.round_loop import HALF_LIFE_S, DrainRate, RoundLoop
 from deployments.wire import Generation, Outputs
 from engine.control.plan import Plan
 from engine.errors import RequestError, TargetError
-from engine.protocols import NO_DRAFT, Draft, ProposeRow, RequestOutput, Verdict, VerifyRow
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
+from engine.requests.output import RequestOutput
 from tests.deployments.fakes import Rig, generation, rounds_of
 from tests.engine.targets import SlowDrafter, alternate
 from tests.fakes import Clock

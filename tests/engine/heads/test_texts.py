@@ -39,8 +39,7 @@ def joint_law(backend):
     return law
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-@pytest.mark.parametrize("spoiled", ["", "few tokens"])
+@pytest.mark.parametrize(("kind", "spoiled"), [("eagle3", "few tokens"), ("dspark", "")])
 @pytest.mark.parametrize("verification", [name for name in METHODS["head"].rules if not RULES[name].shares_noise])
 def test_three_tokens_have_the_targets_joint_law(verification, spoiled, kind, target_path):
     """A head of chains and one of blocks; at 1e-5 each, a false alarm of all has probability below 1e-4."""

@@ -9,8 +9,9 @@ from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.errors import RequestError
 from engine.models.registry import open_model
 from engine.params import SamplingParams
-from engine.protocols import Draft, Request, RoundTrace, Verdict
+from engine.protocols import Draft, Request, Verdict
 from engine.requests.detokenizer import Detokenizer
+from engine.requests.output import RoundTrace
 from engine.requests.sequence import Sequence
 from tests.engine.tokenizers import sentencepiece_tokenizer
 from tests.fakes import byte_tokenizer

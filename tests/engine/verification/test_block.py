@@ -54,14 +54,14 @@ def test_any_fixed_draft_without_rows_leaves_the_law_alone(accept, with_threshol
 
 def test_it_never_accepts_fewer_tokens_than_the_rejection_rule_and_mostly_more():
     gains = []
-    for seed in range(6):
+    for seed in range(4):
         target, draft_law = random_tables(seed), random_tables(100 + seed)
         proposals = list(sampled_chains(draft_law))
         block = expected_accepted(accept, target, with_thresholds(target, proposals))
         token = expected_accepted(rejection.accept, target, by_token(target, proposals))
         gains.append(block / token - 1)
     assert min(gains) > -1e-12
-    assert sum(gain > 0.005 for gain in gains) > 3
+    assert sum(gain > 0.005 for gain in gains) > 2
 
 
 @of_both_rules

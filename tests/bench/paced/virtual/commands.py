@@ -10,13 +10,19 @@ from typing import TypeVar
 import torch
 from rich.console import Console
 
-from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, ModelConfig
+from engine.drafting.learning.learner import Learner
+from engine.drafting.learning.study import Study
+from engine.errors import ConfigError
+from engine.models.registry import open_model
 from tests.bench import paced_device
+from tests.bench.learning.traffic import read_beginnings
 from tests.bench.paced.group import Models
 from tests.bench.paced.light_pair import make_light_pair
+from tests.bench.paced.virtual.learning import learning
 from tests.bench.paced.virtual.measures import Bench, hidden, lead, pools
-from tests.bench.paced.virtual.report import show_hidden, show_leads, show_pools
-from tests.bench.workload import read_prompts
+from tests.bench.paced.virtual.report import show_hidden, show_leads, show_learning, show_pools
+from tests.bench.workload import NUM_PROMPTS, read_prompts
 
 T = TypeVar("T")
 
@@ -78,6 +84,23 @@ def _pool(options: Namespace, bench: Bench, console: Console) -> None:
     show_pools(list(_said(places, console)), console)
 
 
+def _learning(options: Namespace, bench: Bench, console: Console) -> None:
+    """By the bundled target and --draft, on PEPs."""
+    target, draft = str(BUNDLED_TARGET), str(options.draft)
+    if options.learned is None or not options.learned.is_file():
+        raise ConfigError(f"--learned is {options.learned}; it must be a file that `learning --draft --learned` wrote")
+    source = open_model(ModelConfig(draft))
+    prompts = read_beginnings("peps", NUM_PROMPTS, source.tokenizer)
+    ours = Bench(Models.load(target, draft), prompts, num_warm=bench.num_warm, num_tokens=bench.num_tokens)
+    learner = Learner(ours.models.draft, ours.k)
+    learned = Study(learner, path=options.learned, draft=source.digest).offer
+    assert learned is not None
+    group = {"rows": 8, "temperatures": [TEMPERATURE], "place": "pool", "num_groups": 4}
+    settings = ({"pair": options.pairs[0], "name": "run-ahead", "seed": seed} | group for seed in range(options.seeds))
+    arms = (arm for setting in settings for arm in learning(ours, setting, learner.loaded, learned))
+    show_learning(list(_said(arms, console)), console)
+
+
 def _said(results: Iterable[T], console: Console) -> Iterator[T]:
     """Print each result as soon as it is there: all of them take minutes."""
     for result in results:
@@ -90,4 +113,5 @@ PARTS: Mapping[str, Callable[[Namespace, Bench, Console], None]] = {
     "adaptive": _adaptive,
     "mixed": _mixed,
     "pool": _pool,
+    "learning": _learning,
 }

@@ -2,14 +2,16 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
+from typing import Any
 
 from tests.bench.paced.group import Finish, Models, Stretch, config_of, decode
 from tests.bench.paced.roofline import Pair
 from tests.bench.paced.virtual.twin import Place, Twin
 from tests.bench.paced.virtual.wire import Costs
+from tests.bench.paced_device import Accelerator
 from tests.bench.workload import Arm
 
 _STAGGER_S = 0.0037
@@ -65,6 +67,7 @@ def time_arm(
     place: Place = "own",
     num_groups: int = 1,
     drafting: str = "model",
+    make_gpu: Callable[[], Accelerator] = Accelerator,
 ) -> tuple[Timed, list[Stretch]]:
     """Time one arm; the temperatures and the prompts are given to the rows in turn."""
     arm = Arm.of(name, bench.k)
@@ -91,7 +94,8 @@ def time_arm(
         return await asyncio.gather(*map(time_group, range(num_groups)))
 
     finish = Finish(num_groups)
-    with Twin(bench.models, Pair.of(pair), arm, config, bench.costs, place=place, num_groups=num_groups) as twin:
+    where: Any = {"place": place, "num_groups": num_groups, "make_gpu": make_gpu}
+    with Twin(bench.models, Pair.of(pair), arm, config, bench.costs, **where) as twin:
         stretches = twin.run(time_all())
     timed = Timed(
         pair,

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench.paced.virtual.learning import Learning
 from tests.bench.paced.virtual.measures import Hidden, Lead, Timed
 
 
@@ -39,6 +40,18 @@ def show_pools(measured: Iterable[tuple[Timed, Timed, Timed]], console: Console)
     columns = ("pair", "rows", "groups", "tokens/s", "per GPU")
     columns += ("over own drafts", "over drafts beside, per GPU", "beside")
     _show("one draft GPU for several groups", columns, rows, console)
+
+
+def show_learning(measured: Iterable[Learning], console: Console) -> None:
+    rows = (
+        (
+            *(*_named(arm.timed), arm.name, *_speed(arm.timed), f"{arm.gain:.3f}", f"{arm.drafts:.0%}"),
+            *(f"{arm.learns:.1%}", f"{arm.learned_per_s:.0f}"),
+        )
+        for arm in measured
+    )
+    columns = ("pair", "rows", "arm", "tokens/s", "per GPU", "over frozen", "drafts", "learns", "tokens a s of it")
+    _show("a draft GPU that learns", columns, rows, console)
 
 
 def _named(timed: Timed) -> tuple[str, str]:

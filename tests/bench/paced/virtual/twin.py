@@ -60,14 +60,16 @@ class Twin:
         *,
         place: Place = "own",
         num_groups: int = 1,
+        make_gpu: Callable[[], Accelerator] = Accelerator,
     ) -> None:
+        """Make what drafts by `make_gpu`, unless drafts are made beside the target."""
         self.loop = VirtualLoop()
         self.groups: list[Group] = []
         self.draft_gpus: list[Accelerator] = []
         self.num_gpus = num_groups * pair.target.num_gpus
         self._models, self._pair, self._arm, self._config, self._costs = models, pair, arm, config, costs
         self._time = virtual_time(*TIMED)
-        self._place, self._num_groups = place, num_groups
+        self._place, self._num_groups, self._make_gpu = place, num_groups, make_gpu
 
     def __enter__(self) -> Self:
         self._time.__enter__()
@@ -117,7 +119,7 @@ class Twin:
         return worker
 
     def _add_gpu(self) -> Accelerator:
-        self.draft_gpus.append(Accelerator())
+        self.draft_gpus.append(self._make_gpu())
         self.num_gpus += self._pair.draft.num_gpus
         return self.draft_gpus[-1]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.drafting.learning import lessons as module
-from engine.drafting.learning.lessons import STEP_TOKENS, Lessons, lessons_of
+from engine.drafting.learning.lessons import REPLAYED_TOKENS, STEP_TOKENS, Lessons, lessons_of
 from tests.engine.drafting.learning.texts import ended
 
 
@@ -68,3 +68,19 @@ def test_groups_take_turns():
             store.add(ended(seed=seed, learning_group=group))
     groups = [lesson.group for lesson in store.take()]
     assert groups.count("b") >= 6
+
+
+def test_a_step_repeats_lessons_of_all_that_was_taught(monkeypatch):
+    monkeypatch.setattr(module, "MOST_REPLAYED", 40)
+    store, taught = Lessons(), set()
+    for seed in range(2000):
+        store.add(ended(seed=seed))
+        if lessons := store.take():
+            again = [lesson for lesson in lessons if lesson.seed in taught]
+            assert sum(lesson.size for lesson in lessons if lesson not in again) == STEP_TOKENS
+            assert sum(lesson.size for lesson in again) == (REPLAYED_TOKENS if taught else 0)
+            assert len({lesson.seed for lesson in lessons}) == len(lessons)
+            taught |= {lesson.seed for lesson in lessons}
+    assert len(store._taught) == 40
+    assert min(lesson.seed for lesson in store._taught) < 500
+    assert max(lesson.seed for lesson in store._taught) > 1500

@@ -16,7 +16,7 @@ from engine.errors import ModelMismatchError
 from engine.execution.backend import PassOutput
 from engine.llm import LLM
 from engine.models.registry import open_model
-from engine.models.source import shared_tokens
+from engine.models.shared_tokens import shared_tokens
 from engine.params import SamplingParams
 from engine.verification.rule import RULES
 from tests.engine.running import SAMPLING, make_engine, run

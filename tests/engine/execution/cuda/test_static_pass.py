@@ -79,7 +79,7 @@ def assert_same(one, kv, other_kv, static, rows, draws=None):
 @pytest.mark.parametrize(
     ("shape", "batches", "drawn"),
     [
-        (Shape(2, 5, 3), BATCHES, (0, 0, 0, 0)),
+        (Shape(1, 5, 3), {"a chain": BATCHES["a chain"]}, (0,)),
         (Shape(3, 6, 4), BATCHES, (1, 0, 1, 1)),
         (Shape(16, 3, 0), PROMPTS, (1,)),
     ],

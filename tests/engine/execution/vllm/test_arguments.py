@@ -18,6 +18,8 @@ from engine.models.registry import open_model
         ({"enforce_eager": True}, "that is the setting compile"),
         ({"pipeline_parallel_size": 2}, "always 1 here"),
         ({"trust_remote_code": True}, "always False here"),
+        ({"disable_log_stats": False}, "always True here"),
+        ({"max_loras": 1}, "that is the setting vllm.lora_modules"),
         ({"lora_modules": ["sql"]}, "it must be as"),
         ({"lora_modules": {"sql": "relative"}}, "with absolute paths"),
     ],
@@ -28,9 +30,11 @@ def test_what_other_settings_decide_is_refused_by_their_name(given, message):
         settle(make_pair(execution="vllm", vllm=given))
 
 
-def test_arguments_of_vllm_need_its_execution():
+def test_arguments_of_vllm_need_its_execution_and_one_quantization():
     with pytest.raises(ConfigError, match="but execution is 'torch'"):
         settle(make_pair(vllm={"invariant": True}))
+    with pytest.raises(ConfigError, match="'quantization', but target_quantization is 'fp8'; set only one"):
+        settle(make_pair(execution="vllm", vllm={"quantization": "gptq"}, target_quantization="fp8"))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ MIRRORED_ELSEWHERE = {
     "engine/execution/forward_row.py": "tests/engine/execution/test_batch.py",
     "engine/heads/head.py": "tests/engine/heads/test_eagle3.py and the other kinds' files",
     "engine/heads/registry.py": "the same",
+    "engine/heads/unrolling.py": "tests/engine/training/test_head_training.py",
     "engine/execution/vllm/rank.py": "tests/engine/test_matrix.py and tests/e2e/groups, over vLLM",
     "engine/execution/vllm/runner.py": "the same",
     "engine/execution/vllm/vllm_verifier.py": "the same",

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.drafting.learning.study import Study
 from engine.drafting.model.draft_cache import MAX_TAIL, CachedPrefix, DraftCache
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.feature_cache import make_cache
+from engine.drafting.model.feature_cache import FeatureCache, make_cache
 from engine.drafting.model.several import SeveralDrafters
 from engine.drafting.registry import method_of
 from engine.drafting.run_ahead.passes import PassesAhead
@@ -113,7 +113,8 @@ class DraftQueue:
         aheads = [drafter for drafter in made if isinstance(drafter, PassesAhead)]
         for ahead in aheads:
             ahead.stats = aheads[0].stats
-        ended = {} if self._study is None else {"ended": self._study.ended}
+        features_of = self.caches[0].features_of if isinstance(self.caches[0], FeatureCache) else None
+        ended = {} if self._study is None else {"ended": partial(self._study.ended, features_of=features_of)}
         table = PrefixTable(self._capacity, self._forget, owner=f"{version}/", **ended)
         group = self._groups[version] = Group(table, aheads)
         return group
@@ -217,8 +218,9 @@ class DraftQueue:
         self._end_passes()
         backend.wait()
         backend.assign(weights)
-        for name in list(self.caches[0].prefixes):  # whose keys and values are of the former weights
-            self._forget(name)
+        for ahead in [ahead for group in self._groups.values() for ahead in group.aheads]:
+            ahead.stop()
+        self.caches[0].restart()
 
     def _run_ahead(self) -> bool:
         """Launch the next shared pass ahead, unless a pass is under way; return whether groups have time for more."""

@@ -85,6 +85,7 @@ class DraftWorker(Worker):
         with importing():
             from cluster.workers.draft_queue import DraftQueue
             from engine.drafting.assembly import assemble
+            from engine.drafting.learning.head_learner import HeadLearner
             from engine.drafting.learning.learner import Learner
             from engine.drafting.learning.study import Study
             from engine.drafting.model.feature_store import FeatureStore
@@ -103,11 +104,12 @@ class DraftWorker(Worker):
         if config.draft_learning == "on":
             if assembly.shared_ids[0] is not None:
                 raise ModelError(f"draft_learning is on, but {config.draft.path} has another tokenizer than the target")
+            learner = HeadLearner if assembly.method.reads_features else Learner
             self._study = Study(
-                Learner(drafts[0].backend, config.engine.num_speculative_tokens),
+                learner(drafts[0].backend, config.engine.num_speculative_tokens),
                 share=config.draft_learning_share,
                 path=config.draft_learning_path,
-                draft=source.digest,
+                draft=(source.head or source).digest,
                 drafted_s=lambda: self._drafted_s,
             )
         capacity, is_shared = 4 * config.engine.max_num_seqs, self._max_groups > 1

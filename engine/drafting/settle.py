@@ -127,11 +127,11 @@ def check_run_ahead(engine: EngineConfig, run_ahead: str) -> None:
 
 
 def check_learning(engine: EngineConfig) -> None:
-    """Raise ConfigError unless the settled method drafts with a whole model in a draft worker, by a seeded rule."""
+    """Raise ConfigError unless the settled method drafts with a model or a head in a draft worker, by a seeded rule."""
     method = method_of(engine.drafting)
     settings = f"draft_learning is on, but drafting is {engine.drafting!r} and verification {engine.verification!r}"
-    if method.runs_in != "draft" or method.reads_features:
-        raise ConfigError(f"{settings}: no draft model of a draft worker drafts")
+    if method.runs_in != "draft":
+        raise ConfigError(f"{settings}: nothing drafts in a draft worker; a trained head does so by head_worker")
     if engine.num_drafts > 1:
         raise ConfigError(
             f"draft_learning is on, but draft_model names {engine.num_drafts} drafts; only a single one learns"

@@ -4,6 +4,7 @@ First the head absorbs all tokens, as during the target's passes. Then drafts st
 to the tokens before its start and to its own places.
 """
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -57,7 +58,7 @@ class DenseContext:
         places = self._starts.unsqueeze(-1) + torch.arange(keys.shape[2], device=keys.device)
         at = places[:, :, -queries.shape[2] :]
         distances = at.unsqueeze(-1) - places.unsqueeze(2)
-        seen = (places.unsqueeze(2) >= params.first) & (distances < (params.window or distances.numel()))
+        seen = (places.unsqueeze(2) >= params.first) & (distances < (params.window or sys.maxsize))
         seen &= params.sees_row | (distances >= 0)
         scores = [torch.einsum("tsqhgd,tskhd->tshgqk", queries, keys)]
         masks, parts = [seen | (distances == 0)], [values]
@@ -66,7 +67,7 @@ class DenseContext:
             slots = torch.arange(keys.shape[1], device=keys.device)
             distances = at.unsqueeze(-1) - slots
             seen = (slots < self._starts[..., None, None]) & (slots >= params.first)
-            masks.insert(0, seen & (distances < (params.window or distances.numel())))
+            masks.insert(0, seen & (distances < (params.window or sys.maxsize)))
             scores.insert(0, torch.einsum("tsqhgd,tkhd->tshgqk", queries, keys))
             parts.insert(0, values)
         scale = params.scaling or query.shape[-1] ** -0.5

@@ -81,6 +81,9 @@ class Head(nn.Module):
     def attach(self, lm: nn.Module, source: ModelSource) -> None:
         """Take what the head needs of the target's module; raise ModelError if files do not fit. Weights come later."""
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 

@@ -8,10 +8,9 @@ first rejected token these are the logits of serving, so one unrolling decides a
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.config import BUNDLED, BUNDLED_TARGET, ModelConfig
-from engine.heads.dense_context import DenseContext, read_target
+from engine.heads.dense_context import read_target
 from engine.heads.head import NEVER, Head
 from engine.heads.registry import load_head
+from engine.heads.unrolling import unroll
 from engine.models.registry import open_model
 from engine.training.checkpoint import Checkpointer, TrainingError
 from engine.training.corpus import read_corpus, render, tokenize
@@ -155,7 +155,7 @@ def loss_of(head: Head, target: PreTrainedModel, options: HeadOptions) -> Any:
         starts = torch.arange(first, length - num_places + 1, num_places, device=device).expand(len(rows), -1)
         with autocast(device):
             taps, target_logits = read_target(target, config.taps, token_ids)
-            drafts = unroll(head, token_ids, taps, starts, num_places)
+            drafts = unroll(head, token_ids, head.feature(taps), starts, num_places)
         at = starts.unsqueeze(-1) + torch.arange(num_places, device=device)
         target_rows = target_logits[torch.arange(len(rows), device=device)[:, None, None], at]
         temperatures = torch.tensor(TEMPERATURES, device=device)[torch.arange(len(rows), device=device) % 4]
@@ -175,61 +175,6 @@ def loss_of(head: Head, target: PreTrainedModel, options: HeadOptions) -> Any:
     return loss
 
 
-class Drafts(NamedTuple):
-    """The drafts that start at some places of some texts.
-
-    Attributes:
-        logits: [texts, starts, places, vocab] of the token after each place.
-        hidden: [texts, starts, places, hidden] last hidden vectors; None for a head without a Markov part.
-        previous: [texts, starts, places] the true token at each place.
-    """
-
-    logits: Tensor
-    hidden: Tensor | None
-    previous: Tensor
-
-
-def unroll(head: Head, token_ids: Tensor, taps: Sequence[Tensor], starts: Tensor, num_places: int) -> Drafts:
-    """Draft from many places at once.
-
-    Args:
-        token_ids: [texts, length].
-        taps: the target's outputs for them, as from `read_target`.
-        starts: [texts, starts] the places of the last tokens before the drafts, from 1 to length - num_places.
-    """
-    texts, length = token_ids.shape
-    context = DenseContext(head.feature([tap.flatten(0, 1) for tap in taps]).view(texts, length, -1))
-    positions = torch.arange(length, device=token_ids.device).expand(texts, -1)
-    head.absorb(token_ids.reshape(1, -1), positions.reshape(1, -1), context)
-    context.begin(starts)
-    at = starts.unsqueeze(-1) + torch.arange(num_places, device=starts.device)
-    previous = token_ids.gather(1, at.flatten(1)).view_as(at)
-    head_any: Any = head
-    if not head.drafts_blocks:
-        every = torch.arange(starts.numel(), device=starts.device)
-        passes = [
-            head(previous[..., i].reshape(1, -1), at[..., i].reshape(1, -1), logits_to_keep=every, paged=context)
-            for i in range(num_places)
-        ]
-        logits = torch.stack([output.logits[0] for output in passes], 1)
-        return Drafts(logits.view(*at.shape, -1), None, previous)
-    unread = head_any.num_unread
-    at = starts.unsqueeze(-1) + torch.arange(unread + num_places, device=starts.device)
-    block = torch.full_like(at, head.config.mask_token_id or 0)
-    block[..., 0] = previous[..., 0]
-    read = torch.arange(at.numel(), device=at.device).view_as(at)[..., unread:].reshape(-1)
-    logits = head(block.view(1, -1), at.view(1, -1), logits_to_keep=read, paged=context).logits
-    logits = logits.view(*previous.shape, -1)
-    if (markov := head_any.markov_head) is None:
-        return Drafts(logits, None, previous)
-    hidden, state, biases = context.states.view(*previous.shape, -1), None, []
-    for i in range(num_places):
-        bias, state = markov(previous[..., i].flatten(), hidden[..., i, :].flatten(0, 1), state)
-        biases.append(bias.view(*starts.shape, -1))
-    bias, ids = torch.stack(biases, 2), head.target_ids
-    return Drafts(logits + bias if ids is None else logits.index_add(-1, ids, bias), hidden, previous)
-
-
 @torch.inference_mode()
 def head_acceptance(head: Head, target: PreTrainedModel, continuations: Continuations, k: int) -> Acceptance:
     """Draft at most `k` tokens from every place of the target's continuations, and compare with its text."""
@@ -239,7 +184,7 @@ def head_acceptance(head: Head, target: PreTrainedModel, continuations: Continua
         starts = torch.arange(max(1, begin - 1), end - k, device=ids.device)
         places = (starts.unsqueeze(-1) + 1 + torch.arange(k, device=ids.device)).flatten()
         taps, _ = read_target(target, head.config.taps, ids[None])
-        logits = unroll(head, ids[None], taps, starts[None], k).logits.flatten(0, 2)
+        logits = unroll(head, ids[None], head.feature(taps), starts[None], k).logits.flatten(0, 2)
         drawn = draw(logits, continuations.temperature, [seed] * len(places), places.tolist())
         rows.append((drawn == ids[places]).view(-1, k).long().cumprod(-1).sum(-1).tolist())
     return Acceptance(rows, reach=k)

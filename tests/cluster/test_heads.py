@@ -1,6 +1,7 @@
 """An engine over a target and a head on a draft worker, with the messages of both and features over real sockets."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,6 +16,11 @@ from cluster.workers.features import FeatureSource, receiver
 from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig, Execution, ModelConfig
 from engine.drafting.assembly import assemble
+from engine.drafting.learning import lessons
+from engine.drafting.learning.head_learner import HeadLearner
+from engine.drafting.learning.learner import Weights
+from engine.drafting.learning.lessons import lessons_of
+from engine.drafting.learning.study import Study
 from engine.drafting.model.feature_store import FeatureStore
 from engine.engine import Engine
 from engine.models.registry import open_model
@@ -22,6 +28,7 @@ from engine.params import SamplingParams
 from engine.protocols import DeferringDrafter
 from tests.cluster.fakes import FakeLink, queue_worker
 from tests.cluster.wire import NODE_ID, serving
+from tests.engine.drafting.learning.texts import changed
 from tests.engine.heads.saved_heads import CONFIGS, save_head
 from tests.models import save_llama
 from tests.waiting import wait_for
@@ -44,15 +51,30 @@ def sized(engine: EngineConfig, execution: Execution) -> EngineConfig:
     return replace(engine, num_blocks=4, block_size=32) if execution == "vllm" else engine
 
 
+class Swaps(Study):
+    """Changes the weights whenever nothing waits, and learns nothing."""
+
+    def __init__(self, learner: HeadLearner) -> None:
+        super().__init__(learner)
+        self._kinds = itertools.cycle([changed(learner.loaded, scale) for scale in (0.1, 1.0, 0.0)])
+
+    def taken(self) -> Weights:
+        self.counts["taken"] += 1
+        return next(self._kinds)
+
+
 class Group:
     """The two workers in this process; each can be replaced by a new one."""
 
-    def __init__(self, target: ModelConfig, *, run_ahead: bool = False, engine: EngineConfig = ENGINE) -> None:
+    def __init__(
+        self, target: ModelConfig, *, run_ahead: bool = False, swaps: bool = False, engine: EngineConfig = ENGINE
+    ) -> None:
         self.target, self.engine_config = target, replace(sized(engine, target.execution), drafting="head_worker")
-        self.run_ahead = run_ahead
+        self.run_ahead, self.swaps = run_ahead, swaps
         self.drafter = RemoteDrafter(timeout_s=30.0)
         self.verifier = RemoteVerifier(timeout_s=30.0)
         self.features = FeatureStore()
+        self.study: Swaps | None = None
         self._stack = contextlib.ExitStack()
 
     async def start(self) -> "Group":
@@ -83,8 +105,10 @@ class Group:
         [draft] = assemble(open_model(self.target), source, engine).load_drafts(
             run_ahead=self.run_ahead, features=self.features
         )
+        if self.swaps:
+            self.study = Swaps(HeadLearner(draft.backend, engine.num_speculative_tokens))
         self.draft_info = draft.backend.info
-        self.link = FakeLink(queue_worker(DraftQueue([draft], engine, capacity=16, is_shared=False)))
+        self.link = FakeLink(queue_worker(DraftQueue([draft], engine, capacity=16, is_shared=False, study=self.study)))
         self.drafter.connect(self.link, [].append)
         await self.introduce()
 
@@ -111,7 +135,9 @@ class Group:
 
 def submit(engine: Engine) -> Text:
     for name in PROMPTS:
-        params = SamplingParams(temperature=TEMPERATURES[name], seed=4, max_tokens=25, ignore_eos=True)
+        params = SamplingParams(
+            temperature=TEMPERATURES[name], seed=4, max_tokens=25, ignore_eos=True, learning_group=""
+        )
         engine.add(name, PROMPTS[name], params)
     return {name: [] for name in PROMPTS}
 
@@ -212,3 +238,25 @@ async def test_a_head_that_runs_ahead_on_its_own_states_changes_no_text(target, 
     assert text == beside[0]
     assert group.drafter.run_ahead.hits > 10
     assert engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+async def test_no_swap_changes_a_text_and_ended_texts_teach_with_their_features(target, beside, run_ahead, monkeypatch):
+    group = await Group(target, run_ahead=run_ahead, swaps=True).start()
+    engine = group.engine()
+    text = await run(engine, submit(engine))
+    missing, study = group.drafter.features["missing"], group.study
+    engine.add("last", [3, 4], SamplingParams(max_tokens=5))  # which tells the worker what has ended
+    await run(engine, {"last": []})
+    group.kill_draft()
+    assert text == beside[0]
+    assert missing == 0 or run_ahead
+    assert study.counts["taken"] > 10
+    assert engine.stats.num_draft_tokens > engine.stats.num_accepted_tokens > 0
+    assert len(study.inbox) == 4
+    for request, features in study.inbox:
+        (lesson,) = lessons_of(request, features)
+        assert len(lesson.token_ids) - 4 <= 1 + len(lesson.features) <= len(lesson.token_ids)
+    monkeypatch.setattr(lessons, "STEP_TOKENS", 20)
+    assert [*study.work()]
+    assert study.counts["steps"] > 0

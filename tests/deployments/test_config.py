@@ -54,6 +54,10 @@ def test_flat_strings_are_enough() -> None:
         ({"draft_pool": {}, "speculation": "off"}, "speculation is off, num_speculative_tokens is 4: no draft worker"),
         ({"draft_pool": {}, "num_speculative_tokens": "0"}, "num_speculative_tokens is 0: no draft worker is needed"),
         ({"draft_learning": "on", "drafting": "suffix"}, "draft_learning is on, but drafting is 'suffix' and"),
+        (
+            {"draft_learning": "on", "drafting": "mtp"},
+            "nothing drafts in a draft worker; a trained head does so by head",
+        ),
         ({"draft_learning": "on", "verification": "block"}, "verification 'block': it learns from the noise that"),
         ({"draft_learning": "on", "draft_model": "/a,/b"}, "draft_model names 2 drafts; only a single one learns"),
         ({"draft_learning_share": "0"}, "draft_learning_share is '0': Input should be greater than 0"),
@@ -151,7 +155,8 @@ def test_a_head_goes_with_the_target_of_a_group_and_names_what_is_served(tmp_pat
     group, ingress = group_config(config), ingress_config(config)
     assert (group.target.path, group.target.head, group.has_draft_worker) == ("org/big", head, False)
     assert (ingress.target.path, ingress.target.head, ingress.model_name) == ("org/big", None, "big")
-    assert group_config(AppConfig.model_validate({"draft_model": head, "drafting": "head_worker"})).has_draft_worker
+    learning = {"draft_model": head, "drafting": "head_worker", "draft_learning": "on"}
+    assert group_config(AppConfig.model_validate(learning)).has_draft_worker
     with pytest.raises(ArgumentError, match=r"drafting is head_worker, .*: its head reads what one target computes"):
         AppConfig.model_validate({"draft_model": head, "drafting": "head_worker", "draft_pool": {}})
     with pytest.raises(ArgumentError, match="run_ahead is on, but drafting is 'head'"):

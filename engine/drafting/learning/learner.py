@@ -4,7 +4,6 @@ The target's token is a function of its logits and of noise that the draft draws
 place whether the draft would have been accepted, and which logits were too low: nothing but tokens has to travel.
 """
 
-import contextlib
 import copy
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -58,12 +57,13 @@ class Learner:
         self._learned = {name: weight.requires_grad_() for name, weight in learned.items()}
         for weight in self._learned.values():
             weight.data = weight.data.float()
+        self._numbers = torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
         self._factor, self._width = 1.0, served.get_input_embeddings().weight.shape[1]
-        self._ids = torch.arange(tables[1].weight.shape[0], dtype=torch.int32, device=self.device)
         self.loaded = self._rounded({name: weight.detach() for name, weight in self._learned.items()})
         self.restart(self.loaded)
         try:
-            self.learn(Lesson("", [0, 1, 2], 1, 0, 1.0, 0), 1)
+            features = None if backend.model.head is None else torch.zeros(2, backend.model.head.state_size)
+            self.learn(Lesson("", [0, 1, 2], 1, 0, 1.0, 0, features), 1)
         except Exception as error:
             raise ModelError(f"{backend.info.name} cannot learn: {error}") from error
         self._optimizer.zero_grad()
@@ -122,17 +122,20 @@ class Learner:
         def call(**arguments: Any) -> Any:
             return torch.func.functional_call(self._module, dict(weights), (), arguments)
 
-        is_narrow = self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16) if is_narrow else contextlib.nullcontext():
-            module: Any = call
-            logits = forward(module, ids[:-1], places + lesson.first, places[lesson.start - 1 :], WholeText()).float()
-        committed = ids[lesson.start :]
+        module: Any = call
+        with self._numbers:
+            logits = forward(module, ids[:-1], places + lesson.first, places[lesson.start - 1 :], WholeText())
+        return self._noised(lesson, logits, places[lesson.start - 1 :] + 1), ids[lesson.start :]
+
+    def _noised(self, lesson: Lesson, logits: Tensor, places: Tensor) -> Tensor:
+        """Return what tokens at these places of a lesson are drawn by, [n, vocab]; logits: [n, vocab]."""
         if not lesson.temperature:
-            return logits, committed
-        positions = range(lesson.first + lesson.start, lesson.first + len(ids))
-        keys = noise.keys([lesson.seed] * lesson.size, positions, noise.TARGET_STREAM, self.device)
+            return logits.float()
+        positions = (places + lesson.first).tolist()
+        keys = noise.keys([lesson.seed] * len(positions), positions, noise.TARGET_STREAM, self.device)
+        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=self.device)
         # Not `gumbel`, whose compiled form another thread would wait for.
-        return logits / lesson.temperature + noise.plain_gumbel(keys, self._ids), committed
+        return logits.float() / lesson.temperature + noise.plain_gumbel(keys, ids)
 
     def _rounded(self, weights: Weights) -> Weights:
         rounded = {}

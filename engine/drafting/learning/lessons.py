@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from torch import Tensor
+
 from engine.protocols import Request
 
 HELD_OUT = 8
@@ -23,6 +25,8 @@ MOST_REPLAYED = 256
 """Lessons that are kept to be learned again: a sample of all (reservoir sampling: Vitter 1985, algorithm R)."""
 ROOM = 65_536
 """Tokens that are kept of texts to be taught; of held-out texts, an eighth."""
+FEATURE_BYTES = 2**30
+"""Bytes that features may take of texts that wait to be cut; as many of those to be taught, held out, and kept."""
 _MIN_TOKENS = 8
 _PIECE = 256
 """Tokens that a lesson teaches at most, after as many tokens of context: so a pass stays short."""
@@ -37,6 +41,7 @@ class Lesson:
         token_ids: its tokens; those from index `start` on are taught.
         first: the position of its first token in the whole text, which noise and rotations depend on.
         temperature, seed: those of the request.
+        features: what a head reads of its first tokens, [known, state_size]; None for a whole model.
     """
 
     group: str
@@ -45,6 +50,12 @@ class Lesson:
     first: int
     temperature: float
     seed: int
+    features: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its features."""
+        return 0 if self.features is None else self.features.nbytes
 
     @property
     def size(self) -> int:
@@ -52,19 +63,38 @@ class Lesson:
         return len(self.token_ids) - self.start
 
 
-def lessons_of(request: Request) -> Iterator[Lesson]:
-    """Cut an ended request's text into lessons; there are none if the text must not teach, or is no sample of its law.
+def may_teach(request: Request) -> bool:
+    """Return whether an ended request's text may teach, and is a sample of the model's law.
 
     An audited text was given, not drawn, and biased or penalised logits are not the model's.
     """
+    params = request.params
+    is_changed = params.audits or params.has_penalties or params.logit_bias or request.input_length
+    return params.learning_group is not None and not is_changed and request.num_output_tokens >= _MIN_TOKENS
+
+
+def first_read(request: Request) -> int:
+    """Return the place of the first token that its lessons hold."""
+    return max(0, request.prompt_length - _PIECE)
+
+
+def lessons_of(request: Request, features: Tensor | None = None) -> Iterator[Lesson]:
+    """Cut an ended request's text into lessons, if it may teach.
+
+    features: what a head reads of the tokens from `first_read` on; without those before a draft, it teaches nothing.
+    """
     params, ids = request.params, request.token_ids
-    is_changed = params.audits or params.has_penalties or params.logit_bias
-    if params.learning_group is None or is_changed or request.num_output_tokens < _MIN_TOKENS or request.input_length:
+    if params.learning_group is None or not may_teach(request):
         return
     for begin in range(request.prompt_length, len(ids), _PIECE):
         first = max(0, begin - _PIECE)
         tokens, start = ids[first : begin + _PIECE], begin - first
-        yield Lesson(params.learning_group, tokens, start, first, params.temperature, params.seed or 0)
+        own, offset = None, first - first_read(request)
+        if features is not None:
+            own = features[offset : offset + len(tokens) - 1].clone()  # so that the others are freed
+            if len(own) < max(1, start - 1):
+                return
+        yield Lesson(params.learning_group, tokens, start, first, params.temperature, params.seed or 0, own)
 
 
 class Lessons:
@@ -77,14 +107,14 @@ class Lessons:
         self._num_taught = 0
         self._chance = random.Random(0)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, features: Tensor | None = None) -> None:
         """Sort in an ended request: by its prompt and seed, all of its text is taught, or none; a first one is not."""
         key = repr((request.token_ids[: request.prompt_length], request.params.seed)).encode()
         is_first = all(lesson.group != request.params.learning_group for lesson in self.held_out)
         is_held_out = is_first or hashlib.sha256(key).digest()[0] % HELD_OUT == 0
         pile, room = (self.held_out, ROOM // HELD_OUT) if is_held_out else (self.waiting, ROOM)
-        pile += lessons_of(request)
-        while sum(lesson.size for lesson in pile) > room:
+        pile += lessons_of(request, features)
+        while sum(lesson.size for lesson in pile) > room or sum(lesson.num_bytes for lesson in pile) > FEATURE_BYTES:
             sizes = Counter[str]()
             for lesson in pile:
                 sizes[lesson.group] += lesson.size
@@ -111,10 +141,12 @@ class Lessons:
         replayed = self._replayed()
         for lesson in taken:
             self._num_taught += 1
-            place = len(self._taught)
-            if place == MOST_REPLAYED:
-                place = self._chance.randrange(self._num_taught)
-            self._taught[place : place + 1] = [lesson] if place < MOST_REPLAYED else []
+            if len(self._taught) < MOST_REPLAYED:
+                self._taught.append(lesson)
+            elif (place := self._chance.randrange(self._num_taught)) < MOST_REPLAYED:
+                self._taught[place] = lesson
+        while sum(lesson.num_bytes for lesson in self._taught) > FEATURE_BYTES:
+            del self._taught[self._chance.randrange(len(self._taught))]
         return taken + replayed
 
     def _replayed(self) -> list[Lesson]:

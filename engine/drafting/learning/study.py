@@ -17,9 +17,10 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from engine.drafting.learning.learner import Learner, Score, Weights, accepted_tokens
-from engine.drafting.learning.lessons import Lesson, Lessons
+from engine.drafting.learning.lessons import FEATURE_BYTES, Lesson, Lessons, first_read, may_teach
 from engine.drafting.learning.swap_watch import SwapWatch
 from engine.errors import ModelError
 from engine.protocols import Request
@@ -49,7 +50,7 @@ class Study:
     """What a draft learns, and when new weights take over. Its own thread calls its methods, unless they say otherwise.
 
     Attributes:
-        inbox: ended requests, of which the oldest are lost if there are too many.
+        inbox: ended requests and their features, of which the oldest are lost if there are too many.
         offer: weights to take over between two proposals; the thread that drafts takes them by `taken`.
         counts: what `/metrics` shows, by name.
     """
@@ -68,7 +69,7 @@ class Study:
 
         What was learned is kept at `path`. Raises ModelError if that file is of another `draft`.
         """
-        self.inbox: deque[Request] = deque(maxlen=_INBOX)
+        self.inbox: deque[tuple[Request, Tensor | None]] = deque(maxlen=_INBOX)
         self.lessons = Lessons()
         self.watch = SwapWatch()
         self.counts: dict[str, float] = dict.fromkeys(("tokens", "steps", "taken", "dropped", "undone"), 0)
@@ -122,15 +123,19 @@ class Study:
                 self._learner.learn(lesson, num_tokens)
                 yield
             self._learner.end_step()
+            yield
             self.counts["tokens"] += num_tokens
             self.counts["steps"] += 1
             if self.counts["steps"] % JUDGED_EVERY == 0:
                 yield from self._judge()
 
-    def ended(self, request: Request) -> None:
-        """Take an ended request's text. Only for the thread that drafts."""
+    def ended(self, request: Request, features_of: Callable[[str, int], Tensor] | None = None) -> None:
+        """Take an ended request's text; `features_of` has its features. Only for the thread that drafts."""
         self.watch.release(request.request_id)
-        self.inbox.append(request)
+        num_bytes = sum(features.nbytes for _, features in tuple(self.inbox) if features is not None)
+        if may_teach(request) and num_bytes < FEATURE_BYTES:
+            features = features_of and features_of(request.request_id, first_read(request))
+            self.inbox.append((request, features))
 
     def pause_s(self, spent_s: float, since: tuple[float, float]) -> float:
         """Return how long to pause after a pass of `spent_s`, so that it has taken its share of the time `since` then.
@@ -142,7 +147,7 @@ class Study:
 
     def _next_lessons(self) -> list[Lesson]:
         while self.inbox:
-            self.lessons.add(self.inbox.popleft())
+            self.lessons.add(*self.inbox.popleft())
         return self.lessons.take()
 
     def _judge(self) -> Iterator[None]:
@@ -172,8 +177,6 @@ class Study:
         else:
             self._learner.change_rate(_FASTER)
             self.counts |= {"accepted_before": loaded, "accepted_after": after}
-        if self._learner.device.type == "cuda":
-            torch.cuda.current_stream(self._learner.device).synchronize()
         self.offer = candidate
 
     def _start_again(self, weights: Weights) -> None:
@@ -198,13 +201,15 @@ class Study:
         """Learn what is there, with pauses; wait for more."""
         since = self._clock(), self._drafted_s()
         for _ in self.work():
-            self._keep()
+            if self._learner.device.type == "cuda":
+                torch.cuda.current_stream(self._learner.device).synchronize()
+            self.keep()
             spent_s = self._clock() - since[0]
             while (pause_s := self.pause_s(spent_s, since)) > 0:
                 if self._is_closed.wait(pause_s):
                     return
             since = self._clock(), self._drafted_s()
-        self._keep()
+        self.keep()
         self._is_closed.wait(_IDLE_S)
 
     def _read(self, path: Path) -> Weights:
@@ -218,7 +223,7 @@ class Study:
             raise ModelError(f"draft_learning_path is {path}, which holds what another draft learned; remove it")
         return weights
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
         """Write weights that have taken over, so that the file is whole whenever this process is killed."""
         if (path := self._path) is None or not self._has_changed:
             return
@@ -246,13 +251,13 @@ def judge(loaded: Mapping[Lesson, Score], served: Sequence[Score], candidate: Se
     for lesson, *scores in zip(loaded, loaded.values(), served, candidate, strict=True):
         groups[lesson.group if num_lessons[lesson.group] >= _SMALL_GROUP else ""].append(scores)
     gain, error = _gain(served, candidate)
-    is_fair, is_spoilt = True, False
+    is_spoilt = is_worse = False
     for members in groups.values():
         first, former, new = zip(*members, strict=True)
-        is_fair &= min(_gain(first, new)[0], _gain(former, new)[0]) >= -_TOLERATED
+        is_worse |= min(_gain(first, new)[0], _gain(former, new)[0]) < -_TOLERATED
         lost, its_error = _gain(first, former)
         is_spoilt |= len(members) >= _SMALL_GROUP and lost + _SURE * its_error < -_TOLERATED
-    if is_fair and gain > _SURE * error:
+    if gain > _SURE * error and not is_worse:
         return "taken"
     return "undone" if is_spoilt else "dropped" if gain < -_SURE * error else None
 

@@ -34,6 +34,7 @@ class CachedPrefix:
     input_length: int = 0  # see `Request`; an input's tokens are cached together
     slot: int = 0  # stands for the first `num_in_slot` tokens; 0 in a cache without slots
     num_in_slot: int = 0
+    num_features: int = 0  # places from the first on that hold the target's features
     scratch: object = None  # the draft or branches whose entries lie behind the tokens; None if overwritten
 
 
@@ -70,6 +71,11 @@ class DraftCache:
         """Chooses the request to evict among names, the least recently used first."""
         self._chunk = config.max_num_batched_tokens
         self._max_tail = MAX_TAIL
+
+    def restart(self) -> None:
+        """Forget all keys and values, because they are of former weights."""
+        for request_id in list(self.prefixes):
+            self.forget(request_id)
 
     def release(self, request_id: str) -> None:
         if (prefix := self.prefixes.pop(request_id, None)) is not None:

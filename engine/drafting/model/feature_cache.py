@@ -7,9 +7,10 @@ that were computed before their features arrived are computed again, once tokens
 from collections.abc import Container, Sequence
 
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.drafting.model.draft_cache import DraftCache
+from engine.drafting.model.draft_cache import CachedPrefix, DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
 from engine.execution.backend import Backend
@@ -34,6 +35,17 @@ class FeatureCache(DraftCache):
         if backend.model.drafts_blocks:
             self._max_tail = 0  # the pass that draws a block computes no token before the last
 
+    def restart(self) -> None:
+        for prefix in self.prefixes.values():  # whose features stay in their blocks
+            prefix.token_ids, prefix.num_committed, prefix.scratch = [], 0, None
+
+    def features_of(self, request_id: str, first: int) -> Tensor:
+        """Return the features of a request's tokens from place `first` on, as far as they are here, [n, state_size]."""
+        prefix, states = self.prefixes.get(request_id, CachedPrefix()), self.kv.states
+        assert states is not None
+        slots = [self.kv.slot(prefix.block_ids, place) for place in range(first, prefix.num_features)]
+        return states.flatten(0, 1)[torch.tensor(slots, dtype=torch.int64, device=states.device)].cpu()
+
     def release(self, request_id: str) -> None:
         super().release(request_id)
         self._features.forget(request_id)
@@ -54,7 +66,8 @@ class FeatureCache(DraftCache):
         start, rows = self._features.take(request_id, num_features)
         if rows:
             new = torch.frombuffer(rows, dtype=getattr(torch, self._features.dtype)).view(-1, states.shape[-1])
-            blocks = self.prefixes[request_id].block_ids
-            slots = [self.kv.slot(blocks, place) for place in range(start, start + len(new))]
+            prefix = self.prefixes[request_id]
+            prefix.num_features = start + len(new)
+            slots = [self.kv.slot(prefix.block_ids, place) for place in range(start, start + len(new))]
             states.flatten(0, 1)[torch.tensor(slots, device=states.device)] = new.to(states.device, states.dtype)
         return self._features.num_taken(request_id) == num_features  # not if it was forgotten meanwhile

@@ -82,6 +82,7 @@ class Follower:
         if (weights := self.study.taken()) is None:
             return False
         self.served = weights
+        self.study.keep()
         return True
 
     def _round_ends(self, text: Request) -> list[int]:

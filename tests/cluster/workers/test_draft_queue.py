@@ -141,7 +141,7 @@ class Scripted:
     def taken(self):
         return self.offers.pop(0) if self.offers else None
 
-    def ended(self, request) -> None:
+    def ended(self, request, features_of) -> None:
         self.texts.append((request.request_id, [*request.token_ids], request.params))
 
 
@@ -537,6 +537,7 @@ def test_learned_weights_take_over_while_nothing_waits_and_the_cache_forgets_the
     assert study.offers  # what is compiled now is compared with the weights of now
     model.is_compiling = False
     rig.run()
+    assert not rig.queue.caches[0].prefixes
     for entry, draft in zip(rows, rig.drafts(1), strict=True):
         entry.request.token_ids.extend([draft.token_ids[0], 7])
     rig.send(1, rows, runs_ahead=run_ahead)

@@ -20,6 +20,7 @@ from cluster.workers.draft_worker import DraftWorker
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.assembly import assemble
 from engine.drafting.learning import lessons, study
+from engine.drafting.learning.head_learner import HeadLearner
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.models.registry import open_model
@@ -27,6 +28,7 @@ from engine.params import SamplingParams
 from engine.protocols import Drafter, NoDrafter
 from engine.stats.preparation import PREPARATION
 from tests.cluster.wire import NODE_ID, in_thread
+from tests.engine.heads.saved_heads import save_head
 from tests.models import save_llama
 from tests.waiting import wait_for
 
@@ -237,6 +239,17 @@ async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config
     other = DraftWorker(replace(config, **settings), "worker 2", node=NODE)
     other.load()
     assert other._study.offer is not None
+
+
+def test_a_head_learns_by_its_own_name(config, tmp_path):
+    path = save_llama(tmp_path / "target", seed=1)
+    head = replace(config.target, path=str(path), head=save_head(tmp_path / "head", path, "dspark"), head_only=True)
+    engine = replace(ENGINE, drafting="head_worker")
+    settings = {"draft_learning": "on", "target": replace(head, head_only=False), "draft": head, "engine": engine}
+    worker = DraftWorker(replace(config, **settings), "worker 1", node=NODE)
+    worker.load()
+    assert isinstance(worker._study._learner, HeadLearner)
+    assert worker._study._draft == open_model(ModelConfig(head.head)).digest
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,11 @@ from transformers import AutoModelForCausalLM
 from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.drafting.registry import METHODS
+from engine.heads.dense_context import read_target
+from engine.heads.unrolling import unroll
 from engine.protocols import run_in_process
 from engine.training.__main__ import main
-from engine.training.head_training import add_confidence, head_acceptance, losses, read_target, unroll, weights_of
+from engine.training.head_training import add_confidence, head_acceptance, losses, weights_of
 from engine.training.measured_acceptance import continue_prompts
 from engine.training.new_head import HeadShape, make_head, save_head
 from engine.training.small_model import load_model
@@ -67,8 +69,11 @@ def test_the_steps_of_serving_are_those_of_training(target_path, name):
     drafted = verdict.draft.token_ids
     ids = torch.tensor([TEXT + drafted])
     taps, _ = read_target(AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32), head.config.taps, ids)
-    logits = unroll(head, ids, taps, torch.tensor([[3, len(TEXT) - 1]]), 4).logits
+    features = head.feature(taps)
+    logits = unroll(head, ids, features, torch.tensor([[3, len(TEXT) - 1]]), 4).logits
     assert logits[0, 1].argmax(-1).tolist() == drafted
+    alone = unroll(head, ids, features[:, : len(TEXT) - 1], torch.tensor([[len(TEXT) - 1]]), 4).logits
+    torch.testing.assert_close(alone[0, 0], logits[0, 1])
     assert len(set(drafted)) > 1
 
 

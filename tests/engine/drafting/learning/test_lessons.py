@@ -1,9 +1,10 @@
 """What teaches, what is held out, and how much is kept."""
 
 import pytest
+import torch
 
 from engine.drafting.learning import lessons as module
-from engine.drafting.learning.lessons import REPLAYED_TOKENS, STEP_TOKENS, Lessons, lessons_of
+from engine.drafting.learning.lessons import REPLAYED_TOKENS, STEP_TOKENS, Lessons, first_read, lessons_of
 from tests.engine.drafting.learning.texts import ended
 
 
@@ -84,3 +85,35 @@ def test_a_step_repeats_lessons_of_all_that_was_taught(monkeypatch):
     assert len(store._taught) == 40
     assert min(lesson.seed for lesson in store._taught) < 500
     assert max(lesson.seed for lesson in store._taught) > 1500
+
+
+def features(request, size=2):
+    """The feature of a token is its place in the text."""
+    first, length = first_read(request), len(request.token_ids) - 1
+    return torch.arange(first, length, dtype=torch.float32).unsqueeze(-1).repeat(1, size)
+
+
+def test_each_lesson_has_the_features_of_its_own_tokens_before_the_last():
+    request = ended(num_tokens=600, prompt=range(2, 302))
+    read = features(request)
+    assert len(read) == 899 - 44
+    for lesson in lessons_of(request, read):
+        assert lesson.features[:, 0].tolist() == [*range(lesson.first, lesson.first + len(lesson.token_ids) - 1)]
+        assert lesson.features.untyped_storage().nbytes() == lesson.num_bytes  # it keeps no others
+    assert [lesson.size for lesson in lessons_of(request, read)] == [256, 256, 88]
+    assert [len(lesson.features) for lesson in lessons_of(request, read[:-300])] == [511, 299]
+    assert list(lessons_of(request, read[:254])) == []
+
+
+def test_features_take_bounded_memory(monkeypatch):
+    monkeypatch.setattr(module, "FEATURE_BYTES", 10_000)
+    store = Lessons()
+    for seed in range(300):
+        request = ended(seed=seed)
+        store.add(request, features(request))
+    for pile in (store.waiting, store.held_out):
+        assert 9_600 < sum(lesson.num_bytes for lesson in pile) <= 10_000
+        assert max(lesson.seed for lesson in pile) > 270
+    while store.take():
+        assert sum(lesson.num_bytes for lesson in store._taught) <= 10_000
+    assert store._taught

@@ -57,9 +57,9 @@ def learner():
 def teach(study, count=JUDGED_EVERY * 20, *, first=0, **params):
     """Texts for at least one judgement, of 40 tokens each."""
     for seed in range(first, first + count):
-        study.inbox.append(ended(seed=seed, **params))
+        study.ended(ended(seed=seed, **params))
         if len(study.inbox) == 100:
-            study.lessons.add(study.inbox.popleft())
+            study.lessons.add(*study.inbox.popleft())
             for _ in study.work():
                 pass
     for _ in study.work():
@@ -95,12 +95,12 @@ def test_weights_are_taken_if_they_are_surely_better_and_worse_for_nobody(groups
 def test_no_group_loses_bit_by_bit():
     loaded, served, candidate = ([accepted] * 8 + [others] * 4 for accepted, others in ((9, 100), (9, 98), (99, 97)))
     assert judged("aaaaaaaabbbb", served, served, candidate) == "taken"
-    assert judged("aaaaaaaabbbb", loaded, served, candidate) is None
+    assert judged("aaaaaaaabbbb", loaded, served, candidate) == "dropped"
 
 
 @pytest.mark.parametrize(
     ("groups", "others", "candidate", "outcome"),
-    [("bbbb", 90, 90, "undone"), ("bbbb", 90, 100, "taken"), ("bbb", 90, 90, None), ("bbbb", 99, 99, "taken")],
+    [("bbbb", 90, 90, "undone"), ("bbbb", 90, 100, "taken"), ("bbb", 90, 90, "dropped"), ("bbbb", 99, 99, "taken")],
 )
 def test_what_spoils_a_group_that_came_after_it_was_judged_is_undone(groups, others, candidate, outcome):
     loaded, served, new = ([9] * 8 + [100] * 4, [50] * 8 + [others] * 4, [99] * 8 + [candidate] * 4)
@@ -215,6 +215,21 @@ async def test_an_error_ends_learning_alone(learner, caplog):
     await wait_for(lambda: "Learning has ended" in caplog.text)
 
 
+def test_features_that_wait_take_bounded_memory_and_those_of_silent_texts_are_not_read(learner, monkeypatch):
+    monkeypatch.setattr(module, "FEATURE_BYTES", 1000)
+    study, read = Study(learner), []
+
+    def features_of(request_id, first):
+        read.append((request_id, first))
+        return torch.zeros(100)
+
+    study.ended(ended("silent", learning_group=None), features_of)
+    for number in range(5):
+        study.ended(ended(str(number), prompt=range(2, 302)), features_of)
+    assert read == [("0", 44), ("1", 44), ("2", 44)]
+    assert len(study.inbox) == 3
+
+
 @pytest.mark.parametrize(("before", "few"), [(50, 60), (50, 1), (200, 60)])
 def test_many_texts_of_one_key_cost_another_key_nothing(before, few, tmp_path, monkeypatch):
     """The draft fits the few texts of one key; another model wrote the many of the other, some before all of those."""
@@ -227,7 +242,7 @@ def test_many_texts_of_one_key_cost_another_key_nothing(before, few, tmp_path, m
     monkeypatch.setattr(module, "JUDGED_EVERY", 4)
     study = Study(learner)
     for text in [*many[:before], *its, *many[before:]]:
-        study.inbox.append(text)
+        study.ended(text)
         for _ in study.work():
             study.taken()
 

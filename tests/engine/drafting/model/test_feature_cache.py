@@ -5,14 +5,17 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
+from engine.drafting.learning.head_learner import HeadLearner
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.registry import METHODS
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, VerifyRow, run_in_process
 from engine.verification.verifier import ModelVerifier
+from tests.engine.drafting.learning.texts import changed
 from tests.engine.heads.cold_starts import KINDS
 from tests.engine.heads.test_dflash import block_config
 from tests.engine.heads.tiny_heads import alone, backend_with_head, features_of, head_config
@@ -154,3 +157,37 @@ def test_a_request_that_was_forgotten_while_it_drafts_keeps_nothing(target_path)
     assert pair.apart(request) == pair.beside(request)
     pair.drafter.release("one")
     assert pair.features.num_taken("one") == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "peagle", "dspark"])
+def test_other_weights_draft_from_the_features_that_are_here(target_path, name):
+    """Nothing is sent again, and drafts are those of a cache that never knew the former weights."""
+    pair, fresh = Pair(target_path, VARIANTS[name]), Pair(target_path, VARIANTS[name])
+    for each in (pair, fresh):
+        each.compute(request := each.request("one", [5, 9, 2, 7, 30, 12, 44, 8, 3]))
+        each.send(request)
+    former = pair.apart(request)
+    for each in (pair, fresh):
+        backend = each.drafter.cache.backend
+        backend.assign(changed(HeadLearner(backend, K).loaded, 1.0))
+    pair.drafter.cache.restart()
+    request.token_ids.append(17)
+    for each in (pair, fresh):
+        each.compute(request, 8)
+        each.send(request, 8 if each is pair else 0)
+    assert pair.apart(request) == fresh.apart(request) != former
+    assert pair.features.counts["missing"] == 0
+
+
+def test_the_cache_returns_the_features_that_were_sent_even_if_the_target_has_released_the_request(target_path):
+    pair = Pair(target_path)
+    request = pair.request("one", [5, 9, 2, 7, 30, 12])
+    pair.compute(request)
+    pair.send(request)
+    pair.apart(request)
+    sent = torch.frombuffer(bytearray(features_of(pair.verifier, pair.blocks["one"], range(2, 5))), dtype=torch.float32)
+    pair.features.forget("one")
+    assert torch.equal(pair.drafter.cache.features_of("one", 2), sent.view(3, -1))
+    assert pair.drafter.cache.features_of("one", 9).shape == (0, sent.numel() // 3)
+    pair.drafter.release("one")
+    assert len(pair.drafter.cache.features_of("one", 0)) == 0

@@ -100,7 +100,7 @@ def test_no_group_loses_bit_by_bit():
 
 @pytest.mark.parametrize(
     ("groups", "others", "candidate", "outcome"),
-    [("bbbb", 90, 90, "undone"), ("bbbb", 90, 100, "taken"), ("bbb", 90, 90, "dropped"), ("bbbb", 99, 99, "taken")],
+    [("bbbb", 90, 90, "undone"), ("bbbb", 90, 100, "taken"), ("bbb", 90, 90, None), ("bbbb", 99, 99, "taken")],
 )
 def test_what_spoils_a_group_that_came_after_it_was_judged_is_undone(groups, others, candidate, outcome):
     loaded, served, new = ([9] * 8 + [100] * 4, [50] * 8 + [others] * 4, [99] * 8 + [candidate] * 4)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
+import os
 import threading
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -203,8 +204,12 @@ def test_the_cache_takes_what_four_groups_can_use(config):
 
 async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config, tmp_path, monkeypatch):
     """Weights that any judge would take are taken, while requests go on; nothing is compiled or lost meanwhile."""
-    path, steps, priorities, intervals = tmp_path / "learned", [], [], []
-    monkeypatch.setattr(study.os, "setpriority", lambda *arguments: priorities.append(arguments))
+    path, steps, policies, intervals = tmp_path / "learned", [], [], []
+
+    def schedule(_: int, policy: int, __: os.sched_param) -> None:
+        policies.append((threading.current_thread().name, policy))
+
+    monkeypatch.setattr(study.os, "sched_setscheduler", schedule)
     monkeypatch.setattr(study.sys, "setswitchinterval", intervals.append)
     monkeypatch.setattr(lessons, "STEP_TOKENS", 64)
     monkeypatch.setattr(study, "MIN_HELD_OUT", 4)
@@ -232,8 +237,8 @@ async def test_a_worker_learns_from_ended_texts_and_keeps_what_it_learned(config
             if worker._study.watch.is_watching:
                 worker._study.watch._before = None
         client.link.close()
-    ((_, thread, priority),) = priorities
-    assert (thread != threading.get_native_id(), priority, intervals[0] < 1e-3) == (True, 19, True)
+    assert policies == [("learning", os.SCHED_IDLE)]
+    assert intervals[0] < 1e-3
     assert worker.learned["tokens"] >= 128
     assert dict(PREPARATION.counts) == before
     other = DraftWorker(replace(config, **settings), "worker 2", node=NODE)

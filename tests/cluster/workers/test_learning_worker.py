@@ -39,7 +39,7 @@ CONTEXT.set_forkserver_preload([__name__])
 
 def serve(config: GroupConfig, identity: str, fault: str, connection) -> None:
     """Serve a lease in this process; it learns, swaps good and bad weights again and again, and one moment is fatal."""
-    study.os.setpriority = lambda *_: None  # a busy machine would let it wait
+    study.os.sched_setscheduler = lambda *_: None  # a busy machine would let it wait
     lessons.STEP_TOKENS = 1
     worker = DraftWorker(config, "worker 1", node=("127.0.0.1", NODE_ID))
     worker.load()

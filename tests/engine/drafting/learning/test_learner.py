@@ -53,6 +53,20 @@ def test_steps_on_texts_of_another_model_bring_the_draft_nearer_to_it(backend):
     assert accepted_tokens([learner.score(lesson, learner.candidate()) for lesson in held_out]) == before
 
 
+@pytest.mark.parametrize("numbers", [torch.bfloat16, torch.float16])
+def test_weights_that_16_bits_hold_stay_such_as_kernels_read_them_so(backend, numbers):
+    for weight in backend.model.module.parameters():
+        weight.data = weight.data.to(numbers).float()
+    learner = Learner(backend, K)
+    backend.assign(changed(learner.loaded, 0.4))
+    for lesson in lessons(drawn(backend)):
+        learner.learn(lesson, 60)
+        learner.end_step()
+    candidate = learner.candidate()
+    assert all(torch.equal(weight.to(numbers).float(), weight) for weight in candidate.values() if weight.ndim == 2)
+    assert not all(torch.equal(weight, learner.loaded[name]) for name, weight in candidate.items())
+
+
 def test_served_weights_are_worth_what_they_were_judged_to_be(backend):
     learner = Learner(backend, K)
     weights = changed(learner.loaded, 0.2)

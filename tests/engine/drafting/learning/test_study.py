@@ -39,7 +39,7 @@ class FakeLearner:
 
     def score(self, lesson, weights):
         self.judged.append(lesson)
-        worth = self.worth if weights["w"][0] else 1
+        worth = weights["w"][0].item() or 1
         return Score(lesson.size * worth, lesson.size)
 
     def restart(self, weights):
@@ -143,6 +143,7 @@ def test_a_bad_swap_is_undone_within_64_rounds(learner):
     rounds(study.watch, 3)
     teach(study)
     assert study.taken()["w"][0] == 2
+    learner.worth = 3
     teach(study, first=1000)
     assert study.offer is None  # nothing new while the last swap is watched
     watched = study.watch.is_bad

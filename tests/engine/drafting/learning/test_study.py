@@ -157,6 +157,15 @@ def test_a_bad_swap_is_undone_within_64_rounds(learner):
     assert study.taken() is None
 
 
+def test_an_undone_swap_brings_back_the_weights_before_it_not_the_loaded_ones(learner):
+    study = Study(learner)
+    for value in (2.0, 3.0):
+        study.offer = {"w": torch.full((2,), value)}
+        study.taken()
+    study.watch.is_bad = lambda: True
+    assert study.taken()["w"].tolist() == [2, 2]
+
+
 def test_learning_takes_its_share_of_the_time_in_which_nothing_is_drafted(learner):
     clock, drafted = Clock(), [10.0]
     study = Study(learner, share=0.25, drafted_s=lambda: drafted[0], clock=clock)

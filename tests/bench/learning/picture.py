@@ -29,8 +29,8 @@ def draw(windows: Sequence[Window], path: Path) -> None:
         begin = end
     for tick in range(0, most + 1, 50_000):
         parts.append(f'<text x="{x(tick)}" y="{_HEIGHT - 18}" text-anchor="middle">{tick // 1000}k</text>')
-    for value in range(1, int(top) + 1):
-        parts.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{value}</text>')
+    for value in (half / 2 for half in range(2, int(2 * top) + 1)):
+        parts.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{value:g}</text>')
         parts.append(f'<line x1="{_LEFT}" y1="{y(value)}" x2="{_WIDTH - 8}" y2="{y(value)}" stroke="#eeeeee"/>')
     for name, colour in _LINES.items():
         points = " ".join(f"{x(window.num_tokens)},{y(getattr(window, name))}" for window in windows)
@@ -38,7 +38,7 @@ def draw(windows: Sequence[Window], path: Path) -> None:
     for window in windows:
         if window.num_swaps:
             parts.append(f'<circle cx="{x(window.num_tokens)}" cy="{y(window.learning)}" r="4" fill="#1a73e8"/>')
-    legend = "tokens a pass over tokens of traffic: grey frozen, blue learning; a dot is a swap"
+    legend = "tokens a pass over tokens of traffic: grey frozen, blue learning; a dot: other weights took over"
     parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 3}">{legend}</text>')
     attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12" fill="#3c4043"'
     path.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}>\n' + "\n".join(parts) + "\n</svg>\n")

@@ -14,7 +14,7 @@ from engine.errors import ModelError
 GPU_FRACTION = 0.9
 CPU_FRACTION = 0.5
 """Default fractions of the remaining memory for KV blocks; a CPU's is lower, because other processes share it."""
-LEARNER_COPIES = 12
+LEARNER_COPIES = 15
 """Weights, gradients, averages and two moments in float32, and the former weights, over the weights in 16 bits."""
 SCRIPT_TOKENS = 256
 """Tokens per request in the default KV cache of an `LLM` on a CPU, because a notebook needs the rest of the memory. The

@@ -6,6 +6,7 @@ former ones (experience replay).
 
 import hashlib
 import random
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ ROOM = 65_536
 FEATURE_BYTES = 2**30
 """Bytes that features may take of texts that wait to be cut; as many of those to be taught, held out, and kept."""
 _MIN_TOKENS = 8
+_MOST_GROUPS = 16
 _PIECE = 256
 """Tokens that a lesson teaches at most, after as many tokens of context: so a pass stays short."""
 
@@ -66,10 +68,12 @@ class Lesson:
 def may_teach(request: Request) -> bool:
     """Return whether an ended request's text may teach, and is a sample of the model's law.
 
-    An audited text was given, not drawn, and biased or penalised logits are not the model's.
+    An audited text was given, not drawn, and biased, penalised or forbidden logits are not the model's. What `top_p`,
+    `top_k` and `min_p` cut off is left out of account.
     """
     params = request.params
-    is_changed = params.audits or params.has_penalties or params.logit_bias or request.input_length
+    is_changed = params.audits or params.depends_on_path or params.logit_bias or params.min_tokens
+    is_changed = is_changed or request.input_length
     return params.learning_group is not None and not is_changed and request.num_output_tokens >= _MIN_TOKENS
 
 
@@ -103,15 +107,21 @@ class Lessons:
     def __init__(self) -> None:
         self.waiting: list[Lesson] = []
         self.held_out: list[Lesson] = []
+        self.salt = secrets.token_bytes(8)
+        """So that no client chooses what is held out."""
         self._taught: list[Lesson] = []
         self._num_taught = 0
         self._chance = random.Random(0)
 
     def add(self, request: Request, features: Tensor | None = None) -> None:
-        """Sort in an ended request: by its prompt and seed, all of its text is taught, or none; a first one is not."""
+        """Sort in an ended request: by its prompt and seed, all of its text is taught, or none.
+
+        One of each group is not, as far as these groups are few.
+        """
         key = repr((request.token_ids[: request.prompt_length], request.params.seed)).encode()
-        is_first = all(lesson.group != request.params.learning_group for lesson in self.held_out)
-        is_held_out = is_first or hashlib.sha256(key).digest()[0] % HELD_OUT == 0
+        groups = {lesson.group for lesson in self.held_out}
+        is_first = len(groups) < _MOST_GROUPS and request.params.learning_group not in groups
+        is_held_out = is_first or hashlib.sha256(self.salt + key).digest()[0] % HELD_OUT == 0
         pile, room = (self.held_out, ROOM // HELD_OUT) if is_held_out else (self.waiting, ROOM)
         pile += lessons_of(request, features)
         while sum(lesson.size for lesson in pile) > room or sum(lesson.num_bytes for lesson in pile) > FEATURE_BYTES:

@@ -1,6 +1,7 @@
 """Study: learns in a thread of its own while the draft worker is idle, and offers weights to the thread that drafts.
 
-The thread that drafts only appends texts and looks at `offer`, so it never waits. It alone changes served weights.
+The thread that drafts only appends texts, with a head's features, and looks at `offer`. It alone changes the served
+weights.
 """
 
 import glob
@@ -100,16 +101,18 @@ class Study:
         """
         weights = self.offer
         if weights is not None:
-            self._former, self.offer = self._served, None
+            self._former, self._served = self._served, weights
             self.counts["taken"] += 1
             self.watch.begin()
+            self.offer = None  # last, because `_judge` waits for it
         elif self.watch.is_bad():
-            weights, self._was_undone = self._former, True
+            self._was_undone = True
+            weights = self._served = self._former
             self.counts["undone"] += 1
             logger.info("Undid a swap of learned weights: fewer draft tokens were accepted")
         else:
             return None
-        self._served, self._has_changed = weights, True
+        self._has_changed = True
         return weights
 
     def work(self) -> Iterator[None]:
@@ -152,7 +155,8 @@ class Study:
 
     def _judge(self) -> Iterator[None]:
         held_out = list(self.lessons.held_out)
-        if len(held_out) < MIN_HELD_OUT or self.offer is not None or self.watch.is_watching:
+        is_early = len(held_out) < MIN_HELD_OUT or self._was_undone
+        if is_early or self.offer is not None or self.watch.is_watching:
             return
         candidate, scores = self._learner.candidate(), defaultdict[str, list[Score]](list)
         for name, weights in (("served", self._served), ("candidate", candidate)):
@@ -184,8 +188,13 @@ class Study:
         self._learner.restart(weights)
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has a policy of its own; with a nice value others wait 3 ms for it
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        try:
+            if (
+                sys.platform == "linux"
+            ):  # where a thread has a policy of its own; with a nice value others wait 3 ms for it
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        except OSError as error:
+            logger.warning("Learning takes time from other threads: %s", error)
         sys.setswitchinterval(_SWITCH_S)
         torch.set_num_threads(1)
         is_cuda = self._learner.device.type == "cuda"
@@ -242,10 +251,10 @@ class Study:
 def judge(loaded: Mapping[Lesson, Score], served: Sequence[Score], candidate: Sequence[Score]) -> str | None:
     """Judge new weights by scores on held-out lessons: "taken", "dropped", "undone", or None, which lets them learn on.
 
-    They are taken if they are surely better in all, and in no group of requests worse than the served and the loaded
-    ones, so that nobody's texts can spoil the drafts of others. They are dropped if they are surely worse in all: a
-    draft that begins to learn another domain first loses a little of the old one. The loaded ones come back if the
-    served ones are surely worse for a group, which may have come after they were judged.
+    They are taken if they are surely better in all, and surely worse in no group of requests than the served or the
+    loaded ones, so that nobody's texts can spoil the drafts of others. They are dropped if they are surely worse in
+    all: a draft that begins to learn another domain first loses a little of the old one. The loaded ones come back if
+    the served ones are surely worse for a group, which may have come after they were judged.
     """
     num_lessons, groups = Counter(lesson.group for lesson in loaded), defaultdict[str, list[list[Score]]](list)
     for lesson, *scores in zip(loaded, loaded.values(), served, candidate, strict=True):
@@ -254,12 +263,16 @@ def judge(loaded: Mapping[Lesson, Score], served: Sequence[Score], candidate: Se
     is_spoilt = is_worse = False
     for members in groups.values():
         first, former, new = zip(*members, strict=True)
-        is_worse |= min(_gain(first, new)[0], _gain(former, new)[0]) < -_TOLERATED
-        lost, its_error = _gain(first, former)
-        is_spoilt |= len(members) >= _SMALL_GROUP and lost + _SURE * its_error < -_TOLERATED
+        is_worse |= _is_worse(first, new) or _is_worse(former, new)
+        is_spoilt |= len(members) >= _SMALL_GROUP and _is_worse(first, former)
     if gain > _SURE * error and not is_worse:
         return "taken"
     return "undone" if is_spoilt else "dropped" if gain < -_SURE * error else None
+
+
+def _is_worse(old: Sequence[Score], new: Sequence[Score]) -> bool:
+    gain, error = _gain(old, new)
+    return gain + _SURE * error < -_TOLERATED
 
 
 def _gain(old: Sequence[Score], new: Sequence[Score]) -> tuple[float, float]:

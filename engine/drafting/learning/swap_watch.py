@@ -13,6 +13,7 @@ TOLERATED = 0.05
 """The fall of acceptance that undoes a swap, beyond `_SURE` standard errors. Some texts are much easier than others."""
 _SURE = 2.0
 _MOST_REQUESTS = 64
+_MOST_DRAFTS = 4096
 
 
 class Verified(NamedTuple):
@@ -36,6 +37,8 @@ class SwapWatch:
         for row, draft in zip(rows, drafts, strict=False):
             if draft.token_ids:
                 self._drafts[row.request.request_id] = len(row.request.token_ids), draft
+        for request_id in [*self._drafts][:-_MOST_DRAFTS]:  # of requests whose end nobody tells
+            del self._drafts[request_id]
 
     def observe(self, requests: Sequence[Request]) -> None:
         """Count a round: what has become of these requests' last drafts."""

@@ -39,6 +39,11 @@ class FeatureCache(DraftCache):
         for prefix in self.prefixes.values():  # whose features stay in their blocks
             prefix.token_ids, prefix.num_committed, prefix.scratch = [], 0, None
 
+    def trim(self, request_id: str, length: int | None = None) -> None:
+        prefix = self.prefixes[request_id]
+        kept = len(prefix.token_ids) if length is None else length
+        super().trim(request_id, max(kept, prefix.num_features))  # features come once
+
     def features_of(self, request_id: str, first: int) -> Tensor:
         """Return the features of a request's tokens from place `first` on, as far as they are here, [n, state_size]."""
         prefix, states = self.prefixes.get(request_id, CachedPrefix()), self.kv.states

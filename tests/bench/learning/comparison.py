@@ -57,7 +57,7 @@ def _follow(
     """Let a draft learn from some traffic, and print tokens a pass over those of the frozen draft."""
     windows = list[Window]()
     table = Table(title=f"{name}: tokens a pass while it learns, over those of the frozen draft")
-    headings = ("after", "tokens", "its last window", *(f"{domain}, never met" for domain in held_out), "swaps")
+    headings = ("after", "tokens", "its last window", *(f"other {domain}" for domain in held_out), "swaps")
     for heading in headings:
         table.add_column(heading, justify="right")
     for nth, (domain, num_tokens) in enumerate(traffic.items()):

@@ -46,6 +46,7 @@ class Follower:
         source = open_model(ModelConfig(str(draft), device="cpu", dtype="float32"))
         self.learner = Learner(make_backend(load_model(source), source), k)
         self.study, self.k = Study(self.learner, path=path, draft=source.digest), k
+        self.study.lessons.salt = b""
         self.served: Weights = self.learner.loaded
         self._frozen = self.learner.loaded
 

@@ -15,6 +15,8 @@ from tests.engine.drafting.learning.texts import ended
         {"audits": True},
         {"presence_penalty": 1.0},
         {"logit_bias": {3: 1.0}},
+        {"min_tokens": 1},
+        {"grammar": "g", "ignore_eos": False},
         {"num_tokens": 7},
     ],
 )
@@ -117,3 +119,18 @@ def test_features_take_bounded_memory(monkeypatch):
     while store.take():
         assert sum(lesson.num_bytes for lesson in store._taught) <= 10_000
     assert store._taught
+
+
+def test_one_text_of_each_of_few_groups_is_held_out_whatever_a_client_chooses(monkeypatch):
+    store = Lessons()
+    for group in range(40):
+        for seed in range(8):
+            store.add(ended(seed=seed, learning_group=str(group)))
+    assert {str(group) for group in range(16)} <= {lesson.group for lesson in store.held_out}
+    assert len(store.held_out) < 16 + 2 * 40
+    monkeypatch.setattr(module.secrets, "token_bytes", lambda _: b"other")
+    others = Lessons()
+    for seed in range(100):
+        store.add(ended(seed=seed, learning_group="0"))
+        others.add(ended(seed=seed, learning_group="0"))
+    assert {lesson.seed for lesson in others.held_out} != {lesson.seed for lesson in store.held_out}

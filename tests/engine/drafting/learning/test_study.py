@@ -166,6 +166,16 @@ def test_an_undone_swap_brings_back_the_weights_before_it_not_the_loaded_ones(le
     assert study.taken()["w"].tolist() == [2, 2]
 
 
+def test_weights_that_were_just_undone_are_not_offered_again(learner):
+    study = Study(learner)
+    teach(study)
+    study.offer, study._was_undone = None, True
+    assert list(study._judge()) == []
+    study._was_undone = False
+    assert len(list(study._judge())) > 8
+    assert study.offer is not None
+
+
 def test_learning_takes_its_share_of_the_time_in_which_nothing_is_drafted(learner):
     clock, drafted = Clock(), [10.0]
     study = Study(learner, share=0.25, drafted_s=lambda: drafted[0], clock=clock)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.drafting.learning import swap_watch
 from engine.drafting.learning.swap_watch import MIN_REQUESTS, ROUNDS, SwapWatch, Verified
 from engine.params import SamplingParams
 from engine.protocols import Draft, ProposeRow, Request, chain
@@ -65,3 +66,11 @@ def test_a_draft_is_compared_as_far_as_its_request_went_on():
     watch.drafted([ProposeRow(request, 4)], [tree])
     watch.release("a")
     assert watch._drafts == {}
+
+
+def test_drafts_of_requests_whose_end_nobody_tells_are_forgotten(monkeypatch):
+    monkeypatch.setattr(swap_watch, "_MOST_DRAFTS", 3)
+    watch = SwapWatch()
+    for name in "abcde":
+        watch.drafted([ProposeRow(Request(name, [1], 1, SamplingParams()), 1)], [chain([7])])
+    assert [*watch._drafts] == ["c", "d", "e"]

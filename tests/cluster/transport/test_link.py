@@ -28,10 +28,12 @@ class Peer:
         self.endpoint, self.connections, self.breaks = endpoint, connections, asyncio.Queue()
         options = {"is_same_node": True, "version": 1, "on_break": self.breaks.put_nowait}
         self.link = Link(endpoint, credentials, **options)
+        self.accepted = []
 
     async def accept(self):
-        """Return the reader and the writer of the next connection."""
-        return await self.connections.get()
+        """Return the reader and the writer of the next connection, which would end if nobody kept them."""
+        self.accepted.append(await self.connections.get())
+        return self.accepted[-1]
 
 
 @pytest.fixture

@@ -73,8 +73,8 @@ def may_teach(request: Request) -> bool:
     """
     params = request.params
     is_changed = params.audits or params.depends_on_path or params.logit_bias or params.min_tokens
-    is_changed = is_changed or request.input_length
-    return params.learning_group is not None and not is_changed and request.num_output_tokens >= _MIN_TOKENS
+    is_long = request.num_output_tokens >= _MIN_TOKENS
+    return params.learning_group is not None and not is_changed and not request.input_length and is_long
 
 
 def first_read(request: Request) -> int:
@@ -93,12 +93,12 @@ def lessons_of(request: Request, features: Tensor | None = None) -> Iterator[Les
     for begin in range(request.prompt_length, len(ids), _PIECE):
         first = max(0, begin - _PIECE)
         tokens, start = ids[first : begin + _PIECE], begin - first
-        own, offset = None, first - first_read(request)
+        read, offset = None, first - first_read(request)
         if features is not None:
-            own = features[offset : offset + len(tokens) - 1].clone()  # so that the others are freed
-            if len(own) < max(1, start - 1):
+            read = features[offset : offset + len(tokens) - 1].clone()  # so that the others are freed
+            if len(read) < max(1, start - 1):
                 return
-        yield Lesson(params.learning_group, tokens, start, first, params.temperature, params.seed or 0, own)
+        yield Lesson(params.learning_group, tokens, start, first, params.temperature, params.seed or 0, read)
 
 
 class Lessons:

@@ -189,9 +189,8 @@ class Study:
 
     def _run(self) -> None:
         try:
-            if (
-                sys.platform == "linux"
-            ):  # where a thread has a policy of its own; with a nice value others wait 3 ms for it
+            # Only on Linux has a thread a policy of its own; with a nice value others wait 3 ms for it.
+            if sys.platform == "linux":
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         except OSError as error:
             logger.warning("Learning takes time from other threads: %s", error)

@@ -37,8 +37,8 @@ class SwapWatch:
         for row, draft in zip(rows, drafts, strict=False):
             if draft.token_ids:
                 self._drafts[row.request.request_id] = len(row.request.token_ids), draft
-        for request_id in [*self._drafts][:-_MOST_DRAFTS]:  # of requests whose end nobody tells
-            del self._drafts[request_id]
+        while len(self._drafts) > _MOST_DRAFTS:  # of requests whose end nobody tells
+            del self._drafts[next(iter(self._drafts))]
 
     def observe(self, requests: Sequence[Request]) -> None:
         """Count a round: what has become of these requests' last drafts."""

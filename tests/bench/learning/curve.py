@@ -48,34 +48,31 @@ class Follower:
         self.study, self.k = Study(self.learner, path=path, draft=source.digest), k
         self.study.lessons.salt = b""
         self.served: Weights = self.learner.loaded
-        self._frozen = self.learner.loaded
 
     def gain(self, texts: Sequence[Request]) -> float:
         """Return the tokens a pass with the served weights over those with the frozen ones, on texts never met."""
-        served, frozen = (self._tokens_a_pass(texts, [weights] * len(texts)) for weights in (self.served, self._frozen))
+        weights = self.served, self.learner.loaded
+        served, frozen = (self._tokens_a_pass([self._agreements(text, its) for text in texts]) for its in weights)
         return served / frozen
 
     def meet(self, domain: str, texts: Sequence[Request], seen: int = 0) -> Iterator[Window]:
         """Draft for texts, and learn from each when it has ended."""
-        window, before, num_swaps = list[Request](), list[Weights](), 0
+        frozen, learning, begin, num_swaps = list[list[bool]](), list[list[bool]](), seen, 0
         for text in texts:
-            window.append(text)
-            before.append(self.served)
-            num_swaps += self._draft_and_learn(text)
-            if sum(old.num_output_tokens for old in window) < WINDOW_TOKENS and text is not texts[-1]:
-                continue
-            seen += sum(old.num_output_tokens for old in window)
-            frozen = self._tokens_a_pass(window, [self._frozen] * len(window))
-            yield Window(domain, seen, frozen, self._tokens_a_pass(window, before), num_swaps)
-            window, before, num_swaps = [], [], 0
+            seen += text.num_output_tokens
+            frozen.append(self._agreements(text, self.learner.loaded))
+            learning.append(self._agreements(text, self.served))
+            num_swaps += self._draft_and_learn(text, learning[-1])
+            if seen - begin >= WINDOW_TOKENS or text is texts[-1]:
+                yield Window(domain, seen, self._tokens_a_pass(frozen), self._tokens_a_pass(learning), num_swaps)
+                frozen, learning, begin, num_swaps = [], [], seen, 0
 
-    def _tokens_a_pass(self, texts: Sequence[Request], weights: Sequence[Weights]) -> float:
-        rows = [self._agreements(text, its) for text, its in zip(texts, weights, strict=True)]
-        return Acceptance.of_agreements(rows).mean_acceptance_length(self.k)
+    def _tokens_a_pass(self, agreements: Sequence[Sequence[bool]]) -> float:
+        return Acceptance.of_agreements(agreements).mean_acceptance_length(self.k)
 
-    def _draft_and_learn(self, text: Request) -> bool:
+    def _draft_and_learn(self, text: Request, agreements: Sequence[bool]) -> bool:
         """Return whether other weights took over after this text."""
-        for round_ends in pairwise(self._round_ends(text)):
+        for round_ends in pairwise(self._round_ends(text, agreements)):
             self._watch(text, *round_ends)
         self.study.ended(text)
         for _ in self.study.work():
@@ -86,12 +83,11 @@ class Follower:
         self.study.keep()
         return True
 
-    def _round_ends(self, text: Request) -> list[int]:
-        ends, agrees = [text.prompt_length], self._agreements(text, self.served)
+    def _round_ends(self, text: Request, agreements: Sequence[bool]) -> list[int]:
+        (lengths,) = Acceptance.of_agreements([agreements]).lengths
+        ends = [text.prompt_length]
         while ends[-1] < len(text.token_ids):
-            place = ends[-1] - text.prompt_length
-            run = next((n for n, agree in enumerate(agrees[place : place + self.k]) if not agree), self.k)
-            ends.append(ends[-1] + run + 1)
+            ends.append(ends[-1] + min(self.k, lengths[ends[-1] - text.prompt_length]) + 1)
         return ends
 
     def _watch(self, text: Request, begin: int, end: int) -> None:

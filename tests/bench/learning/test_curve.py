@@ -25,11 +25,12 @@ def test_rounds_are_decided_by_the_text(texts):
     follower = Follower(BUNDLED_DRAFT, K)
     (window,) = follower.meet("own", texts, seen=100)
     assert window == Window("own", 100 + 12 * 60, K + 1.0, K + 1.0, 0)
-    ends = follower._round_ends(texts[0])
+    ends = follower._round_ends(texts[0], follower._agreements(texts[0], follower.served))
     assert ends[:3] == [3, 3 + K + 1, 3 + 2 * (K + 1)]
     follower.served = changed(follower.learner.loaded, 0.5)
     assert follower.gain(texts) < 0.7
-    assert follower._round_ends(texts[0])[1] - 3 < K + 1
+    ends = follower._round_ends(texts[0], follower._agreements(texts[0], follower.served))
+    assert ends[1] - 3 < K + 1
 
 
 def test_the_watch_sees_what_became_of_each_draft(texts):

@@ -25,7 +25,7 @@ def drawn(backend, count=1, *, num_tokens=60, **params) -> list[Request]:
     config = EngineConfig(num_blocks=1000, block_size=16, num_speculative_tokens=64)
     drafter = ModelDrafter(DraftModel(backend), config)
     params = [replace(PARAMS, seed=5 + i, **params) for i in range(count)]
-    requests = [Request(str(i), [3, 4, 5 + i % 50], 3, own) for i, own in enumerate(params)]
+    requests = [Request(str(i), [3, 4, 5 + i % 50], 3, sampling) for i, sampling in enumerate(params)]
     for batch in (requests[first : first + 32] for first in range(0, count, 32)):
         while left := min(64, num_tokens - batch[0].num_output_tokens):
             drafts = run_in_process(drafter.propose([ProposeRow(request, left) for request in batch]))
